@@ -2,13 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from qla_megatron.data.corpus import jsonl_documents, read_info, stdlib_files, text_documents, text_files, write_corpus
+from qla_megatron.data.corpus import jsonl_documents, read_info, stdlib_corpus, text_documents, text_files, write_corpus
 
 EXAMPLES = """
 examples:
@@ -64,13 +65,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_dataset(options: argparse.Namespace, console: Console) -> None:
+    documents: Iterable[str]
     total = None
     if options.jsonl:
         documents = jsonl_documents(map(Path, options.jsonl), options.key)
+    elif options.stdlib:
+        documents = stdlib_corpus(options.seed)
+        total = len(documents)
     else:
-        files = stdlib_files(options.seed) if options.stdlib else []
-        if options.text:
-            files = text_files(options.text, tuple(options.suffix), options.seed)
+        files = text_files(options.text, tuple(options.suffix), options.seed)
         documents, total = text_documents(files), len(files)
     info = write_corpus(
         documents,

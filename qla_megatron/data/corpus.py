@@ -116,9 +116,9 @@ def jsonl_documents(files: Iterable[Path], key: str = "text") -> Iterator[str]:
                 yield value
 
 
-def stdlib_files(seed: int = 0) -> list[Path]:
-    """The sources of the running interpreter's standard library, shuffled: real text that every machine has, about 10
-    MB.
+def stdlib_corpus(seed: int = 0) -> list[str]:
+    """The sources of the running interpreter's standard library, one document a file, shuffled: about 10 MB of real
+    text that every machine has.
 
     Tests, IDLE, installed packages and files that differ between installations are left out.
     """
@@ -130,7 +130,7 @@ def stdlib_files(seed: int = 0) -> list[Path]:
         if not (_NOT_PROSE & set(folders) or is_generated or file.is_symlink()):
             files.append(file)
     random.Random(seed).shuffle(files)
-    return files
+    return list(text_documents(files))
 
 
 def write_corpus(
