@@ -1,0 +1,397 @@
+"""Qwen3.5 and Qwen3.6 weights: Hugging Face tensors <-> Megatron tensors, as functions of dicts.
+
+    hf_to_megatron(hf, layout)             the whole model under Megatron's names, as one tensor-parallel rank holds it
+    split_over_tensor_parallel(state, ...) the same for each of several ranks
+    merge_tensor_parallel(shards, ...)     back to one
+    megatron_to_hf(state, layout)          back to Hugging Face's names
+
+Where the two differ (transformers 5.24, models/qwen3_5 and qwen3_5_moe; megatron-core 0.19, ssm/gated_delta_net and
+transformer/attention.py): Megatron fuses in_proj of a Gated DeltaNet layer as [query | key | value | z | beta | alpha],
+and query, key and value of attention as [queries | gates | key | value] of one group after another, where Hugging Face
+has a gate after each query head; gate and up projections are one tensor; experts are one tensor each, not one for
+all; and GDN's output norm stores its weight minus one, as all of Megatron's norms do with
+`layernorm_zero_centered_gamma`. That subtraction is in float32: exact for weights from 0.5 to 2, and to 6e-8
+elsewhere.
+
+Pipeline and expert parallelism need none: load into a model without, save as `torch_dist`, and Megatron reshards.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from qla_megatron.layers.projections import HeadSizes, join_from_ranks, split_over_ranks
+
+Tensors = dict[str, torch.Tensor]
+Convert = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a model that its weights' names and fused rows depend on.
+
+    `vocab_size` counts Hugging Face's rows of the embedding; Megatron may have more, `padded_vocab_size`, filled with
+    zeros. `fuses_norms`: Transformer Engine's linear layers own the norm before them. `groups_experts`: Megatron's
+    grouped MLP instead of one module an expert. `hf_prefix`: "model." in text models, "model.language_model." in
+    models with vision. `packs_mtp_experts`: experts of the multi-token prediction layer are one tensor, as those of
+    the other layers always are.
+    """
+
+    layer_is_attention: tuple[bool, ...]
+    gdn_heads: HeadSizes
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    padded_vocab_size: int
+    num_experts: int = 0
+    ties_embeddings: bool = False
+    mtp_layers: int = 0
+    fuses_norms: bool = False
+    groups_experts: bool = False
+    packs_mtp_experts: bool = True
+    hf_prefix: str = "model."
+
+
+def layout_from_hf(config: Mapping[str, Any], names: Iterable[str], **changes: Any) -> Layout:
+    """The layout of a Hugging Face checkpoint.
+
+    Args:
+        config: its config.json; a `text_config` inside is used where there is one.
+        names: of its tensors: they say whether there are multi-token prediction layers, and how the experts are stored.
+        changes: fields of Layout to set, such as `fuses_norms`: Megatron's side is not in the checkpoint.
+
+    Raises:
+        ValueError: the configuration lacks a field.
+        TypeError: `changes` has no such field.
+    """
+    unknown = changes.keys() - {field.name for field in fields(Layout)}
+    if unknown:
+        raise TypeError(f"changes must be fields of Layout, got {sorted(unknown)}")
+    names = set(names)
+    text = config.get("text_config") or config
+    try:
+        found: dict[str, Any] = {
+            "layer_is_attention": tuple(kind == "full_attention" for kind in text["layer_types"]),
+            "gdn_heads": HeadSizes(
+                text["linear_num_key_heads"],
+                text["linear_num_value_heads"],
+                text["linear_key_head_dim"],
+                text["linear_value_head_dim"],
+            ),
+            "num_heads": text["num_attention_heads"],
+            "num_kv_heads": text["num_key_value_heads"],
+            "head_dim": text["head_dim"],
+            "vocab_size": text["vocab_size"],
+            "padded_vocab_size": text["vocab_size"],
+        }
+    except KeyError as error:
+        raise ValueError(f"config must be that of a Qwen3.5 model, got none of the field {error}") from error
+    found["num_experts"] = text.get("num_experts", 0)
+    found["ties_embeddings"] = "lm_head.weight" not in names  # the flag of some configurations is wrong
+    found["mtp_layers"] = int("mtp.fc.weight" in names)
+    found["packs_mtp_experts"] = "mtp.layers.0.mlp.experts.0.down_proj.weight" not in names
+    if any(name.startswith("model.language_model.") for name in names):
+        found["hf_prefix"] = "model.language_model."
+    return Layout(**found | changes)
+
+
+def hf_to_megatron(hf: Mapping[str, torch.Tensor], layout: Layout, *, leave: Sequence[str] = ()) -> Tensors:
+    """Megatron's tensors, for one tensor-parallel rank. Those that need no change are not copied.
+
+    Args:
+        hf: Hugging Face's tensors by name.
+        layout: the model.
+        leave: beginnings of names that have no counterpart and may stay behind, such as "model.visual.".
+
+    Raises:
+        ValueError: a tensor is missing, or there is one that `layout` does not explain, or a shape does not fit.
+    """
+    names = {name for name in hf if not name.startswith(tuple(leave))}
+    return _convert({name: hf[name] for name in names}, rules(layout), to_megatron=True)
+
+
+def megatron_to_hf(state: Mapping[str, torch.Tensor], layout: Layout) -> Tensors:
+    """Hugging Face's tensors, the inverse of `hf_to_megatron`. Megatron's `_extra_state` entries are passed over.
+
+    GDN's output norm comes out in float32; cast it where the checkpoint wants another type.
+
+    Raises:
+        ValueError: a tensor is missing, or there is one that `layout` does not explain, or a shape does not fit.
+    """
+    return _convert(_without_extra_state(state), rules(layout), to_megatron=False)
+
+
+def split_over_tensor_parallel(
+    state: Mapping[str, torch.Tensor], layout: Layout, ranks: int, *, splits_experts: bool = False
+) -> list[Tensors]:
+    """The tensors of each of `ranks` tensor-parallel ranks from those of a single one.
+
+    `splits_experts`: whether the routed experts are split too (expert tensor parallel size = `ranks`), or whole (1).
+
+    Raises:
+        ValueError: a part does not divide by `ranks`, or the name is none of Megatron's.
+    """
+    shards: list[Tensors] = [{} for _ in range(ranks)]
+    for name, tensor in _without_extra_state(state).items():
+        dim, parts = _how_split(name, tensor, layout, splits_experts)
+        if dim is None:
+            pieces = [tensor] * ranks
+        elif parts:
+            pieces = split_over_ranks(tensor, parts, ranks)
+        elif tensor.shape[dim] % ranks:
+            raise ValueError(f"{name} must have a multiple of {ranks} in dimension {dim}, got {tuple(tensor.shape)}")
+        else:
+            pieces = list(tensor.chunk(ranks, dim))
+        for shard, piece in zip(shards, pieces, strict=True):
+            shard[name] = piece
+    return shards
+
+
+def merge_tensor_parallel(
+    shards: Sequence[Mapping[str, torch.Tensor]], layout: Layout, *, splits_experts: bool = False
+) -> Tensors:
+    """The inverse of `split_over_tensor_parallel`. ValueError: the ranks have different names, or different values of a replicated tensor."""
+    states = [_without_extra_state(shard) for shard in shards]
+    merged: Tensors = {}
+    for name in _same_names(states):
+        pieces = [state[name] for state in states]
+        whole = pieces[0].shape[0] * len(pieces)
+        dim, parts = _how_split(name, pieces[0].new_empty(whole, 0), layout, splits_experts)
+        if dim is None:
+            if any(not torch.equal(pieces[0], piece) for piece in pieces[1:]):
+                raise ValueError(f"{name} must be the same on every tensor-parallel rank, got different values")
+            merged[name] = pieces[0]
+        else:
+            merged[name] = join_from_ranks(pieces, parts) if parts else torch.cat(pieces, dim)
+    return merged
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors `hf` hold the same numbers as tensors `megatron`; the two functions turn the one list into the other."""
+
+    hf: tuple[str, ...]
+    megatron: tuple[str, ...]
+    to_megatron: Convert = list
+    to_hf: Convert = list
+
+
+def rules(layout: Layout) -> Iterator[Rule]:
+    """Every tensor of the model, once."""
+    hf = layout.hf_prefix
+    yield _vocabulary_rule(f"{hf}embed_tokens.weight", "embedding.word_embeddings.weight", layout)
+    if not layout.ties_embeddings:
+        yield _vocabulary_rule("lm_head.weight", "output_layer.weight", layout)
+    yield _copy(f"{hf}norm.weight", "decoder.final_layernorm.weight")
+    for i, is_attention in enumerate(layout.layer_is_attention):
+        yield from _layer_rules(layout, f"{hf}layers.{i}.", f"decoder.layers.{i}.", is_attention, packs_experts=True)
+    for i in range(layout.mtp_layers):
+        yield _copy("mtp.fc.weight", f"mtp.layers.{i}.eh_proj.weight")
+        yield _copy("mtp.pre_fc_norm_embedding.weight", f"mtp.layers.{i}.enorm.weight")
+        yield _copy("mtp.pre_fc_norm_hidden.weight", f"mtp.layers.{i}.hnorm.weight")
+        yield _copy("mtp.norm.weight", f"mtp.layers.{i}.final_layernorm.weight")
+        inner = f"mtp.layers.{i}.mtp_model_layer."
+        yield from _layer_rules(layout, f"mtp.layers.{i}.", inner, True, packs_experts=layout.packs_mtp_experts)
+
+
+def _layer_rules(layout: Layout, hf: str, megatron: str, is_attention: bool, packs_experts: bool) -> Iterator[Rule]:
+    mixer = "self_attention.linear_qkv" if is_attention else "self_attention.in_proj"
+    input_norm = f"{mixer}.layer_norm_weight" if layout.fuses_norms else "input_layernorm.weight"
+    fuses_mlp_norm = layout.fuses_norms and not layout.num_experts
+    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fuses_mlp_norm else "pre_mlp_layernorm.weight"
+    yield _copy(f"{hf}input_layernorm.weight", f"{megatron}{input_norm}")
+    yield _copy(f"{hf}post_attention_layernorm.weight", f"{megatron}{mlp_norm}")
+    if is_attention:
+        yield from _attention_rules(layout, f"{hf}self_attn.", f"{megatron}self_attention.")
+    else:
+        yield from _gdn_rules(layout, f"{hf}linear_attn.", f"{megatron}self_attention.")
+    if layout.num_experts:
+        yield from _expert_rules(layout, f"{hf}mlp.", f"{megatron}mlp.", packs_experts)
+    else:
+        yield from _mlp_rules(f"{hf}mlp.", f"{megatron}mlp.")
+
+
+def _gdn_rules(layout: Layout, hf: str, megatron: str) -> Iterator[Rule]:
+    query, key, value, *gates = layout.gdn_heads.projection
+    yield Rule(
+        tuple(f"{hf}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        (f"{megatron}in_proj.weight",),
+        _concatenate([query + key + value, *gates]),
+        lambda tensors: tensors[0].split([query + key + value, *gates]),
+    )
+    for name in ("conv1d.weight", "A_log", "dt_bias", "out_proj.weight"):
+        yield _copy(hf + name, megatron + name)
+    yield Rule(
+        (f"{hf}norm.weight",),
+        (f"{megatron}out_norm.weight",),
+        lambda tensors: [tensors[0].float() - 1],
+        lambda tensors: [tensors[0].float() + 1],
+    )
+
+
+def _attention_rules(layout: Layout, hf: str, megatron: str) -> Iterator[Rule]:
+    groups, width = layout.num_kv_heads, layout.head_dim
+    per_group = layout.num_heads // groups
+
+    def fuse(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        query, key, value = tensors
+        query = query.reshape(groups, per_group, 2, width, -1)
+        key, value = (t.reshape(groups, 1, width, -1) for t in (key, value))
+        return [torch.cat([query[:, :, 0], query[:, :, 1], key, value], 1).flatten(0, 2)]
+
+    def part(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        query, gate, key, value = (
+            tensors[0].reshape(groups, 2 * per_group + 2, width, -1).split([per_group, per_group, 1, 1], 1)
+        )
+        return [torch.stack([query, gate], 2).flatten(0, 3), key.flatten(0, 2), value.flatten(0, 2)]
+
+    names = tuple(f"{hf}{part}_proj.weight" for part in "qkv")
+    yield Rule(names, (f"{megatron}linear_qkv.weight",), fuse, part)
+    yield _copy(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight")
+    yield _copy(f"{hf}q_norm.weight", f"{megatron}q_layernorm.weight")
+    yield _copy(f"{hf}k_norm.weight", f"{megatron}k_layernorm.weight")
+
+
+def _mlp_rules(
+    hf: str, megatron: str, fc1: str = "linear_fc1.weight", fc2: str = "linear_fc2.weight"
+) -> Iterator[Rule]:
+    names = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+    yield Rule(names, (megatron + fc1,), lambda tensors: [torch.cat(list(tensors))], lambda t: t[0].chunk(2))
+    yield _copy(f"{hf}down_proj.weight", megatron + fc2)
+
+
+def _expert_rules(layout: Layout, hf: str, megatron: str, packs_experts: bool) -> Iterator[Rule]:
+    yield _copy(f"{hf}gate.weight", f"{megatron}router.weight")
+    yield _copy(f"{hf}shared_expert_gate.weight", f"{megatron}shared_experts.gate_weight")
+    yield from _mlp_rules(f"{hf}shared_expert.", f"{megatron}shared_experts.")
+    form = "experts.{fc}.weight{e}" if layout.groups_experts else "experts.local_experts.{e}.{fc}.weight"
+    fc1, fc2 = (
+        tuple(megatron + form.format(fc=fc, e=e) for e in range(layout.num_experts))
+        for fc in ("linear_fc1", "linear_fc2")
+    )
+    if packs_experts:
+        yield Rule((f"{hf}experts.gate_up_proj",), fc1, _unbind(len(fc1)), lambda tensors: [torch.stack(list(tensors))])
+        yield Rule((f"{hf}experts.down_proj",), fc2, _unbind(len(fc2)), lambda tensors: [torch.stack(list(tensors))])
+    else:
+        for e in range(layout.num_experts):
+            yield from _mlp_rules(f"{hf}experts.{e}.", "", fc1[e], fc2[e])
+
+
+def _copy(hf: str, megatron: str) -> Rule:
+    return Rule((hf,), (megatron,))
+
+
+def _vocabulary_rule(hf: str, megatron: str, layout: Layout) -> Rule:
+    rows, padded = layout.vocab_size, layout.padded_vocab_size
+
+    def pad(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        _check_rows(tensors, [rows])
+        return [torch.nn.functional.pad(tensors[0], (0, 0, 0, padded - rows)) if padded > rows else tensors[0]]
+
+    def strip(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        _check_rows(tensors, [padded])
+        return [tensors[0][:rows]]
+
+    return Rule((hf,), (megatron,), pad, strip)
+
+
+def _concatenate(rows: list[int]) -> Convert:
+    def convert(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        _check_rows(tensors, rows)
+        return [torch.cat(list(tensors))]
+
+    return convert
+
+
+def _unbind(count: int) -> Convert:
+    def convert(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        _check_rows(tensors, [count])
+        return tensors[0].unbind()
+
+    return convert
+
+
+def _check_rows(tensors: Sequence[torch.Tensor], rows: list[int]) -> None:
+    if [tensor.shape[0] for tensor in tensors] != rows:
+        raise ValueError(f"rows must be {rows}")
+
+
+def _convert(source: Mapping[str, torch.Tensor], table: Iterable[Rule], *, to_megatron: bool) -> Tensors:
+    result: Tensors = {}
+    used: set[str] = set()
+    missing: list[str] = []
+    for rule in table:
+        old, new = (rule.hf, rule.megatron) if to_megatron else (rule.megatron, rule.hf)
+        absent = [name for name in old if name not in source]
+        missing += absent
+        used.update(old)
+        if absent:
+            continue
+        tensors = [source[name] for name in old]
+        try:
+            converted = (rule.to_megatron if to_megatron else rule.to_hf)(tensors)
+        except (RuntimeError, ValueError) as error:
+            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(old, tensors, strict=True))
+            raise ValueError(f"tensors must have the shapes that the layout says, got {shapes}: {error}") from error
+        result.update(zip(new, converted, strict=True))
+    unexplained = sorted(source.keys() - used)
+    if missing or unexplained:
+        raise ValueError(
+            f"tensors must be exactly those of the layout, got {len(missing)} missing ({_some(missing)}) and "
+            f"{len(unexplained)} more ({_some(unexplained)})"
+        )
+    return result
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"
+
+
+def _without_extra_state(state: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+
+
+def _same_names(states: Sequence[Tensors]) -> Iterable[str]:
+    for state in states[1:]:
+        if state.keys() != states[0].keys():
+            different = sorted(state.keys() ^ states[0].keys())
+            raise ValueError(f"shards must have the same names, got {_some(different)} on some ranks only")
+    return states[0]
+
+
+_FIRST_DIMENSION = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "linear_qkv.weight",
+    "A_log",
+    "dt_bias",
+    "eh_proj.weight",
+)
+_SECOND_DIMENSION = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
+_REPLICATED = ("norm.weight", "layer_norm_weight", "router.weight", "gate_weight")
+
+
+def _how_split(
+    name: str, whole: torch.Tensor, layout: Layout, splits_experts: bool
+) -> tuple[int | None, tuple[int, ...]]:
+    """(dimension split over ranks or None if replicated, rows of the parts that are split one by one)."""
+    kind = re.sub(r"weight\d+$", "weight", name)
+    if ".experts." in name and not splits_experts:
+        return None, ()
+    if kind.endswith("self_attention.in_proj.weight"):
+        return 0, layout.gdn_heads.projection
+    if kind.endswith("self_attention.conv1d.weight"):
+        return 0, layout.gdn_heads.convolution
+    if kind.endswith("linear_fc1.weight"):
+        return 0, (whole.shape[0] // 2,) * 2
+    if kind.endswith(_FIRST_DIMENSION):
+        return 0, ()
+    if kind.endswith(_SECOND_DIMENSION):
+        return 1, ()
+    if kind.endswith(_REPLICATED):
+        return None, ()
+    raise ValueError(f"names must be those of a Megatron GPTModel with Gated DeltaNet layers, got {name}")
