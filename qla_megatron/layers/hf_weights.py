@@ -154,7 +154,11 @@ def split_over_tensor_parallel(
 def merge_tensor_parallel(
     shards: Sequence[Mapping[str, torch.Tensor]], layout: Layout, *, splits_experts: bool = False
 ) -> Tensors:
-    """The inverse of `split_over_tensor_parallel`. ValueError: the ranks have different names, or different values of a replicated tensor."""
+    """The inverse of `split_over_tensor_parallel`.
+
+    Raises:
+        ValueError: the ranks have different names, or different values of a replicated tensor.
+    """
     states = [_without_extra_state(shard) for shard in shards]
     merged: Tensors = {}
     for name in _same_names(states):
