@@ -68,8 +68,7 @@ def layout_from_hf(config: Mapping[str, Any], names: Iterable[str], **changes: A
         ValueError: the configuration lacks a field.
         TypeError: `changes` has no such field.
     """
-    unknown = changes.keys() - {field.name for field in fields(Layout)}
-    if unknown:
+    if unknown := changes.keys() - {field.name for field in fields(Layout)}:
         raise TypeError(f"changes must be fields of Layout, got {sorted(unknown)}")
     names = set(names)
     text = config.get("text_config") or config
