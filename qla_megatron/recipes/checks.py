@@ -1,0 +1,282 @@
+"""Recipes that cannot work are refused here, before a process group, a model or a data set exists.
+
+Each rule says what does not fit, why, and what to change. `check(recipe)` looks at the recipe alone; `check_machine`
+at the place where it is to run.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from qla_megatron.recipes.recipe import Recipe
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot run; the text says why and what to change."""
+
+
+def alignment(recipe: Recipe) -> int:
+    """Tokens that every packed document is rounded up to; data.packing_alignment without the seconds of importing
+    Megatron."""
+    p = recipe.parallel
+    return math.lcm(2 * p.context if p.context > 1 else 1, p.tensor if p.sequence else 1, recipe.data.alignment)
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse a recipe that cannot work anywhere.
+
+    Raises:
+        RecipeError: every rule that is broken, one a line.
+    """
+    faults = [*_numbers(recipe)]
+    if not faults:  # the other rules divide by these numbers
+        faults = [*_processes(recipe), *_heads(recipe), *_widths(recipe), *_experts(recipe), *_layers(recipe)]
+        faults += [*_sequence(recipe), *_batch(recipe), *_schedule(recipe)]
+    if faults:
+        raise RecipeError("\n".join(faults))
+
+
+def check_machine(recipe: Recipe, environment: Mapping[str, str], *, has_cuda: bool) -> None:
+    """Refuse a recipe that cannot run in this place: number of processes, device, data.
+
+    Raises:
+        RecipeError: every rule that is broken, one a line.
+    """
+    faults = []
+    p, world = recipe.parallel, int(environment.get("WORLD_SIZE", "1"))
+    if world != p.gpus:
+        faults.append(
+            f"parallel.gpus={p.gpus} but {world} process(es) run: start as many as the recipe says, or change it."
+        )
+    if p.device != "cpu" and not has_cuda:
+        faults.append(
+            f"parallel.device={p.device} needs a CUDA device and torch finds none. On a machine without one, try the "
+            "demo's "
+            "recipe, tiny_pretrain_1k_2xcpu."
+        )
+    if not recipe.data.paths:
+        faults.append(
+            "data.paths is empty: make .bin/.idx files with tools/pack_dataset.py and pass their prefix, "
+            "data.paths=[PREFIX]."
+        )
+    for path in recipe.data.paths:
+        if not _is_weight(path) and not Path(f"{path}.idx").is_file():
+            faults.append(f"data.paths: {path}.idx does not exist; tools/pack_dataset.py makes it from text or JSONL.")
+    if recipe.model.gdn == "megatron" and importlib.util.find_spec("fla") is None:
+        faults.append("model.gdn=megatron needs flash-linear-attention, which is not installed; or take model.gdn=qla.")
+    load = recipe.checkpoint.load
+    if load is not None and not (Path(load) / "latest_checkpointed_iteration.txt").is_file():
+        faults.append(f"checkpoint.load: {load} holds no checkpoint (no latest_checkpointed_iteration.txt in it).")
+    if faults:
+        raise RecipeError("\n".join(faults))
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _numbers(recipe: Recipe) -> Iterator[str]:
+    positive = {
+        "model": "hidden_size num_layers num_heads num_kv_heads gdn_value_heads gdn_key_heads gdn_key_dim "
+        "gdn_value_dim "
+        "gdn_conv_width attention_interval head_dim max_position vocab_size padded_vocab_size experts_per_token",
+        "parallel": "gpus tensor context pipeline expert gpus_per_node",
+        "data": "sequence_length alignment",
+        "train": "steps global_batch evaluate_every evaluate_sequences log_every",
+        "checkpoint": "save_every",
+    }
+    for part, names in positive.items():
+        for name in names.split():
+            value = getattr(getattr(recipe, part), name)
+            if value < 1:
+                yield f"{part}.{name}={value} must be at least 1."
+
+
+def _processes(recipe: Recipe) -> Iterator[str]:
+    p = recipe.parallel
+    product = p.tensor * p.context * p.pipeline
+    if p.gpus % product:
+        yield (
+            f"parallel.gpus={p.gpus} is not a multiple of tensor x context x pipeline = {p.tensor} x {p.context} x "
+            f"{p.pipeline} = "
+            f"{product}, so data-parallel groups come out uneven. Change one of the four."
+        )
+    if p.sequence and p.tensor == 1:
+        yield (
+            "parallel.sequence=true spreads tokens over tensor-parallel processes, but parallel.tensor=1. Set "
+            "it to false."
+        )
+    if p.device == "cpu" and recipe.precision.dtype != "fp32":
+        yield f"precision.dtype={recipe.precision.dtype} is slow and untested on a CPU. Take precision.dtype=fp32."
+
+
+def _heads(recipe: Recipe) -> Iterator[str]:
+    m, p = recipe.model, recipe.parallel
+    split = p.tensor * p.context
+    if m.gdn_value_heads % m.gdn_key_heads:
+        yield f"model.gdn_value_heads={m.gdn_value_heads} is not a multiple of model.gdn_key_heads={m.gdn_key_heads}."
+    if split > m.gdn_key_heads:
+        yield (
+            f"parallel.tensor x parallel.context = {split} is more than the {m.gdn_key_heads} key heads of a GDN "
+            "layer, which are "
+            "spread over them. Lower one; use data or pipeline parallel instead."
+        )
+    else:
+        for name in ("gdn_key_heads", "gdn_value_heads", "num_heads"):
+            if getattr(m, name) % split:
+                yield (
+                    f"model.{name}={getattr(m, name)} cannot be split evenly over parallel.tensor x parallel.context = "
+                    f"{p.tensor} x {p.context}. Take sizes whose product divides it."
+                )
+    if m.num_heads % m.num_kv_heads:
+        yield f"model.num_heads={m.num_heads} is not a multiple of model.num_kv_heads={m.num_kv_heads}."
+    if m.num_kv_heads % p.tensor and p.tensor % m.num_kv_heads:
+        yield (
+            f"model.num_kv_heads={m.num_kv_heads} and parallel.tensor={p.tensor}: one must divide the other, so that "
+            "every process "
+            "holds whole heads. Change parallel.tensor."
+        )
+
+
+def _widths(recipe: Recipe) -> Iterator[str]:
+    m, tensor = recipe.model, recipe.parallel.tensor
+    for name in ("ffn_hidden_size", "shared_expert_hidden_size", "padded_vocab_size"):
+        size = getattr(m, name)
+        if size is not None and size % tensor:
+            yield f"model.{name}={size} cannot be split evenly over parallel.tensor={tensor}. Change one of them."
+    if m.padded_vocab_size < m.vocab_size:
+        yield f"model.padded_vocab_size={m.padded_vocab_size} is less than model.vocab_size={m.vocab_size}. Raise it."
+    rotary = m.head_dim * m.rotary_fraction
+    if rotary != int(rotary) or int(rotary) % 2:
+        yield (
+            f"model.rotary_fraction={m.rotary_fraction} of model.head_dim={m.head_dim} is {rotary}, not an even number."
+        )
+
+
+def _experts(recipe: Recipe) -> Iterator[str]:
+    m, p = recipe.model, recipe.parallel
+    if m.num_experts is None:
+        if m.ffn_hidden_size is None:
+            yield (
+                "model.ffn_hidden_size is missing: a dense model needs it (a mixture of experts sets "
+                "model.num_experts)."
+            )
+        if p.expert > 1:
+            yield f"parallel.expert={p.expert} but the model has no experts. Set it to 1."
+        return
+    if m.expert_hidden_size is None:
+        yield "model.expert_hidden_size is missing: the width of one expert."
+    if m.ffn_hidden_size is not None:
+        yield (
+            "model.ffn_hidden_size is for dense models; in a mixture of experts every layer has experts. Set "
+            "it to null."
+        )
+    if m.experts_per_token > m.num_experts:
+        yield f"model.experts_per_token={m.experts_per_token} is more than model.num_experts={m.num_experts}."
+    if m.num_experts % p.expert:
+        yield (
+            f"model.num_experts={m.num_experts} cannot be split evenly over parallel.expert={p.expert}. Change "
+            "one of them."
+        )
+    if p.gpus % (p.expert * p.pipeline):
+        yield (
+            f"parallel.gpus={p.gpus} is not a multiple of expert x pipeline = {p.expert} x {p.pipeline}: the expert "
+            "groups of a "
+            "stage come out uneven. Lower parallel.expert."
+        )
+    if p.tensor > 1 and not p.sequence:
+        yield "A mixture of experts with parallel.tensor > 1 trains only with parallel.sequence=true (Megatron's rule)."
+
+
+def _layers(recipe: Recipe) -> Iterator[str]:
+    m, p = recipe.model, recipe.parallel
+    ends = [n for n in (p.first_stage_layers, p.last_stage_layers) if n is not None]
+    middle, stages = m.num_layers - sum(ends), p.pipeline - len(ends)
+    if p.pipeline == 1 and (ends or p.layers_per_virtual_stage):
+        yield (
+            "parallel.first_stage_layers, last_stage_layers and layers_per_virtual_stage need "
+            "parallel.pipeline > 1. Set null."
+        )
+    elif stages > 0 and (middle < stages or middle % stages):
+        yield (
+            f"model.num_layers={m.num_layers}: {middle} layer(s) cannot be split evenly over {stages} pipeline "
+            "stage(s). Change "
+            "parallel.pipeline, or set parallel.first_stage_layers and parallel.last_stage_layers."
+        )
+    elif stages == 0 and middle:
+        yield (
+            f"parallel.first_stage_layers + parallel.last_stage_layers = {sum(ends)}, not "
+            f"model.num_layers={m.num_layers}."
+        )
+    elif p.layers_per_virtual_stage and (m.num_layers // p.pipeline) % p.layers_per_virtual_stage:
+        yield (
+            f"parallel.layers_per_virtual_stage={p.layers_per_virtual_stage} does not divide the "
+            f"{m.num_layers // p.pipeline} layers "
+            "of a stage. Change it."
+        )
+    if m.stack == "hybrid" and m.gdn == "megatron":
+        yield "model.gdn=megatron is there for model.stack=gpt only. Change one of them."
+    if m.stack == "hybrid" and (ends or p.layers_per_virtual_stage):
+        yield (
+            "model.stack=hybrid takes even pipeline stages only: set first_stage_layers, last_stage_layers and "
+            "the virtual stage to null."
+        )
+
+
+def _sequence(recipe: Recipe) -> Iterator[str]:
+    align, length = alignment(recipe), recipe.data.sequence_length
+    if length % align:
+        yield (
+            f"data.sequence_length={length} is not a multiple of {align}, to which packed documents are aligned (the "
+            "least common "
+            "multiple of data.alignment, 2 x context and tensor where sequence parallel). The next ones are "
+            f"{length // align * align} "
+            f"and {math.ceil(length / align) * align}."
+        )
+    if length > recipe.model.max_position:
+        yield f"data.sequence_length={length} is more than model.max_position={recipe.model.max_position}. Raise that."
+    if recipe.data.alignment % 64 and recipe.model.gdn == "qla":
+        yield f"data.alignment={recipe.data.alignment} is not a multiple of 64, the chunk of the gated delta rule."
+
+
+def _batch(recipe: Recipe) -> Iterator[str]:
+    t, data = recipe.train, max(recipe.parallel.data, 1)
+    for name in ("global_batch", "evaluate_sequences"):
+        value = getattr(t, name)
+        if value % data:
+            yield (
+                f"train.{name}={value} is not a multiple of the data parallel size {data} (gpus over tensor x "
+                "context x pipeline), "
+                "so the processes would get unequal shares. Change it, or parallel.gpus."
+            )
+    p = recipe.parallel
+    if p.layers_per_virtual_stage and (t.global_batch // data) % p.pipeline:
+        yield (
+            f"The interleaved pipeline schedule needs a multiple of parallel.pipeline={p.pipeline} micro-batches a "
+            "step, got "
+            f"{t.global_batch // data}. Change train.global_batch."
+        )
+
+
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    t, o = recipe.train, recipe.optimizer
+    if o.warmup_steps >= (o.decay_steps or t.steps):
+        yield (
+            f"optimizer.warmup_steps={o.warmup_steps} leaves nothing of the {o.decay_steps or t.steps} steps of the "
+            "schedule "
+            "(optimizer.decay_steps, or train.steps). Lower it."
+        )
+    if o.min_lr > o.lr:
+        yield f"optimizer.min_lr={o.min_lr} is above optimizer.lr={o.lr}. Lower it."
+    if t.stop_after is not None and not 1 <= t.stop_after <= t.steps:
+        yield f"train.stop_after={t.stop_after} is not a step from 1 to train.steps={t.steps}."
+    if o.overlap and not o.distributed:
+        yield (
+            "optimizer.overlap=true gathers the parameters of a distributed optimizer. Set "
+            "optimizer.distributed=true, or overlap=false."
+        )

@@ -1,0 +1,158 @@
+"""Train by a recipe's name.
+
+torchrun --nproc-per-node N -m qla_megatron.recipes.run NAME [path.to.field=value ...]
+"""
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from qla_megatron.recipes import build, catalogue, checks, overrides
+from qla_megatron.recipes.recipe import Recipe
+
+EXAMPLES = """
+examples:
+  what there is:
+      python -m qla_megatron.recipes.run --list
+
+  one recipe in full, and the Megatron arguments that it becomes; starts nothing:
+      python -m qla_megatron.recipes.run qwen3_5_9b_pretrain_4k_8xh200 --print
+
+  the demo's model on two CPU processes (`make demo` makes the data first); --launch calls torchrun for you:
+      python -m qla_megatron.recipes.run tiny_pretrain_1k_2xcpu --launch
+
+  your data, a shorter run, another folder; any field that --print shows can be set, values are YAML:
+      torchrun --nproc-per-node 8 -m qla_megatron.recipes.run qwen3_5_9b_pretrain_4k_8xh200 \\
+          data.paths=[data/crawl] train.steps=20000 checkpoint.folder=runs/crawl
+
+  go on: the same command again. The run folder's latest checkpoint is loaded, and losses continue as if never
+  interrupted.
+
+  start from another run's checkpoint, at step 10000:
+      ... checkpoint.load=runs/crawl/checkpoints checkpoint.load_step=10000 checkpoint.folder=runs/branch
+
+A recipe that cannot work (sizes that do not divide, too few processes, no data) is refused before anything starts,
+with the reason; exit code 2.
+"""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m qla_megatron.recipes.run",
+        description="Train by a recipe's name, on Megatron's own training loop.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe of --list")
+    parser.add_argument("assignments", nargs="*", metavar="path.to.field=value", help="fields to change")
+    parser.add_argument("--list", action="store_true", help="show all recipes")
+    parser.add_argument(
+        "--print", action="store_true", help="show the full recipe and its Megatron arguments, and stop"
+    )
+    parser.add_argument("--launch", action="store_true", help="start the processes of one machine with torchrun")
+    options = parser.parse_intermixed_args(arguments)
+    if not options.list and options.name is None:
+        parser.error("which recipe? NAME is missing; --list shows them all")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The program; returns its exit code: 0, or 2 where it refuses."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    if options.list:
+        print_list()
+        return 0
+    try:
+        recipe = overrides.apply(catalogue.find(options.name), options.assignments)
+        checks.check(recipe)
+        if options.print:
+            print_recipe(recipe, options.name, options.assignments)
+            return 0
+        return start(recipe, options, arguments)
+    except ValueError as refusal:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {refusal}", file=sys.stderr)
+        return 2
+
+
+def start(recipe: Recipe, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Train here if this is one process of the right number; else launch, or say how."""
+    import torch
+
+    inside_torchrun = "WORLD_SIZE" in os.environ
+    environment = os.environ if inside_torchrun else {"WORLD_SIZE": str(recipe.parallel.gpus)}
+    checks.check_machine(recipe, environment, has_cuda=torch.cuda.is_available())
+    if not inside_torchrun and (options.launch or recipe.parallel.gpus > 1):
+        command = torchrun_command(recipe, [argument for argument in arguments if argument != "--launch"])
+        if not options.launch:
+            raise ValueError(
+                f"this recipe needs {recipe.parallel.gpus} processes. Start them with\n    {shlex.join(command)}\n"
+                "or, if they all run on this machine, add --launch."
+            )
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command[1:]])
+    if not inside_torchrun:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+    # Megatron asks for it on Hopper with tensor or context parallel: kernels are then issued in order, so that
+    # communication overlaps.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from qla_megatron.recipes.train import train
+
+    train(recipe, options.name, rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
+    return 0
+
+
+def torchrun_command(recipe: Recipe, arguments: list[str]) -> list[str]:
+    """The torchrun line for a recipe: on each node, with NODE and HOST to fill in where there are several."""
+    gpus, per_node = recipe.parallel.gpus, recipe.parallel.gpus_per_node
+    if gpus <= per_node:
+        where = ["--standalone", "--nproc-per-node", str(gpus)]
+    else:
+        where = ["--nnodes", str(gpus // per_node), "--nproc-per-node", str(per_node)]
+        where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    return ["torchrun", *where, "-m", "qla_megatron.recipes.run", *arguments]
+
+
+def print_list() -> None:
+    """A table of all recipes."""
+    table = Table("recipe", "what", "processes", "layout", "tokens a step", box=None, pad_edge=False)
+    for name, function in catalogue.RECIPES.items():
+        recipe = function()
+        p = recipe.parallel
+        sizes = {"TP": p.tensor, "CP": p.context, "PP": p.pipeline, "EP": p.expert, "DP": p.data}
+        layout = " ".join(f"{short}{size}" for short, size in sizes.items() if size > 1) or "one process"
+        what = (function.__doc__ or "").splitlines()[0]
+        tokens = recipe.train.global_batch * recipe.data.sequence_length
+        table.add_row(name, what, f"{p.gpus} {p.device}", layout, f"{tokens:,}")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def print_recipe(recipe: Recipe, name: str, assignments: list[str]) -> None:
+    """The recipe as YAML, the command that starts it and Megatron's arguments."""
+    print(f"# {name}\n{OmegaConf.to_yaml(OmegaConf.structured(recipe))}")
+    print("# started by\n" + shlex.join(torchrun_command(recipe, [name, *assignments])))
+    print("\n# Megatron's arguments")
+    line = ""
+    for flag in build.megatron_flags(recipe, name):
+        if flag.startswith("--") and line:
+            print(line)
+            line = ""
+        line += (" " if line else "") + shlex.quote(flag)
+    print(line)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

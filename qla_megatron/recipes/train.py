@@ -1,0 +1,152 @@
+"""One run on Megatron's own training loop: data, forward step, loss."""
+
+import contextlib
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from qla_megatron.recipes import build, upstream
+from qla_megatron.recipes.checks import alignment
+from qla_megatron.recipes.progress import Progress
+from qla_megatron.recipes.recipe import Recipe
+
+
+def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
+    """Run the recipe in this process, one of `world`, whose group is described by torchrun's environment variables.
+
+    Prints progress on the last rank (the one that knows the loss with any pipeline) and writes the run folder:
+    recipe.yaml, log.jsonl (progress.py), checkpoints/, tensorboard/, megatron.rank*.log.
+    """
+    folder = build.run_folder(recipe, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        (folder / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)), encoding="utf-8")
+    progress = Progress(recipe, folder, sys.stdout, speaks=rank == world - 1)
+    stopped = None
+    with _megatron_output_in(folder / f"megatron.rank{rank}.log"):
+        if recipe.parallel.device == "cpu":
+            from qla_megatron.testing.platform import use_cpu
+
+            use_cpu()
+        upstream.apply()
+        hooks = _start(recipe, name, progress)
+        try:
+            _pretrain(recipe, hooks)
+        except SystemExit as exit_of_megatron:  # SIGTERM or train.stop_after: Megatron has saved and leaves by sys.exit
+            if exit_of_megatron.code:
+                raise
+            stopped = "Stopped"
+    progress.flush()
+    _say_goodbye(recipe, name, progress, hooks, stopped or "Finished")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _start(recipe: Recipe, name: str, progress: Progress) -> Any:
+    from megatron.training.arguments import parse_and_validate_args
+
+    from qla_megatron.recipes.hooks import Hooks
+
+    sys.argv[1:] = build.megatron_flags(recipe, name)
+    parse_and_validate_args()
+    return Hooks(recipe, progress)
+
+
+def _pretrain(recipe: Recipe, hooks: Any) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import get_args, pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    args = get_args()
+    container = pretrain_cfg_container_from_args(args, build.model_config(recipe, args))
+    with hooks.installed():
+        pretrain(container, data_provider(recipe, hooks), ModelType.encoder_or_decoder, forward_step(recipe))
+
+
+def data_provider(recipe: Recipe, hooks: Any) -> Any:
+    """Megatron's data-set provider: packed training and held-out documents. Hands the held-out ones to `hooks` too."""
+    from megatron.core import parallel_state
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.training import get_args, get_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    from qla_megatron.data.packed import PackedDataset, PackedDatasetConfig
+
+    def provide(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        args = get_args()
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+        config = PackedDatasetConfig(
+            random_seed=args.seed, sequence_length=args.seq_length, blend=blend, blend_per_split=blend_per_split,
+            split=args.split, path_to_cache=args.data_cache_path, tokenizer=get_tokenizer(), align=alignment(recipe),
+        )  # fmt: skip
+        builder = BlendedMegatronDatasetBuilder(
+            PackedDataset, samples, lambda: parallel_state.get_tensor_model_parallel_rank() == 0, config
+        )
+        training, hooks.held_out, _ = builder.build()
+        return training, hooks.held_out, None
+
+    provide.is_distributed = True  # type: ignore[attr-defined]
+    return provide
+
+
+def forward_step(recipe: Recipe) -> Any:
+    """Megatron's forward step: the next packed sequence through the model."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    from qla_megatron.data.batch import next_micro_batch
+
+    def step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next_micro_batch(
+            data_iterator,
+            sequence_length=recipe.data.sequence_length,
+            vp_stage=get_attr_wrapped_model(model, "vp_stage"),
+        )
+        losses = model(
+            batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params
+        )
+        return losses, partial(token_loss, batch.loss_mask)
+
+    return step
+
+
+def token_loss(
+    loss_mask: torch.Tensor | None, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Megatron's per-token loss: (sum over unmasked tokens, their number, what to report).
+
+    Args:
+        loss_mask: [B, T] float32, 0 where there is nothing to predict.
+        losses: [B, T] cross entropy, nats.
+    """
+    assert loss_mask is not None  # only the last pipeline stage asks for the loss, and it has the mask
+    mask = loss_mask.reshape(-1).float()
+    total = (losses.reshape(-1).float() * mask).sum()
+    count = mask.sum().to(torch.int)
+    return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
+
+
+@contextlib.contextmanager
+def _megatron_output_in(path: Path) -> Any:
+    """Send what Python code prints to a file; Megatron prints hundreds of lines a start."""
+    with path.open("a", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        yield
+
+
+def _say_goodbye(recipe: Recipe, name: str, progress: Progress, hooks: Any, how: str) -> None:
+    step, steps = progress.step_now, recipe.train.steps
+    progress.say(f"{how} at step {step} of {steps}. Log: {progress.folder / 'log.jsonl'}")
+    if hooks.saved_at is None:
+        return
+    checkpoints = build.run_folder(recipe, name) / "checkpoints"
+    if step < steps:
+        progress.say(f"Checkpoint: {checkpoints}. The same command goes on from step {hooks.saved_at}.")
+    else:
+        progress.say(
+            f"Checkpoint: {checkpoints}. To train on, run the same command with a larger train.steps; to start "
+            "another run from it, "
+            f"pass checkpoint.load={checkpoints}."
+        )

@@ -1,0 +1,76 @@
+"""Work-arounds for faults of megatron-core 0.19, each with the fault named. `apply()` installs those that are
+needed."""
+
+import importlib.util
+from typing import Any
+
+
+def apply() -> None:
+    """Install the work-arounds, once."""
+    _skip_missing_makefile()
+    _resume_with_torch_adamw()
+
+
+def _skip_missing_makefile() -> None:
+    """Fault: start-up always runs `make` in megatron/core/datasets, but the wheel has no Makefile: rank 0 exits with 1.
+
+    The wheel does ship the compiled helpers, so that there is nothing to make. Where they are missing, Megatron's own
+    call stays.
+    """
+    from megatron.core.datasets import utils
+
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        utils.compile_helpers = _nothing_to_compile
+
+
+def _nothing_to_compile() -> None:
+    pass
+
+
+def _resume_with_torch_adamw() -> None:
+    """Fault: without Transformer Engine and Apex, the distributed optimizer cannot resume.
+
+    Three faults in core/optimizer/distrib_optimizer.py on torch's AdamW, which keeps a step count per parameter:
+    1. `state_dict` asserts that there is one step count, but a fresh optimizer, the template that a checkpoint is
+    loaded
+       into, has none: AssertionError.
+    2. `_set_main_param_and_optimizer_states` looks up every state by name in what was loaded, "step" too: KeyError.
+    3. `load_state_dict` gives all parameters one shared tensor as step count, which each of them advances: training
+    goes on
+       with a wrong bias correction, without any error.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    cls = distrib_optimizer.DistributedOptimizer
+    if distrib_optimizer.HAVE_APEX_OR_TE or getattr(cls, "_qla_resumes", False):
+        return
+    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+    set_states = cls._set_main_param_and_optimizer_states
+
+    def state_dict_of_fresh_optimizer_too(self: Any) -> Any:
+        if not self.optimizer.state:
+            self.init_state_fn(self.optimizer)
+        for state in self.optimizer.state.values():
+            state.setdefault("step", _zero_step())
+        return state_dict(self)
+
+    def load_state_dict_with_own_steps(self: Any, loaded: Any) -> None:
+        load_state_dict(self, loaded)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def set_states_but_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, position = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][position]]
+        set_states(self, model_param, {"step": state["step"], **tensors})
+
+    cls.state_dict = state_dict_of_fresh_optimizer_too
+    cls.load_state_dict = load_state_dict_with_own_steps
+    cls._set_main_param_and_optimizer_states = set_states_but_step
+    cls._qla_resumes = True
+
+
+def _zero_step() -> Any:
+    import torch
+
+    return torch.tensor(0.0)
