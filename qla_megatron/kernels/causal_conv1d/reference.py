@@ -1,0 +1,57 @@
+"""Causal depthwise convolution in plain torch: W shifted multiply-adds."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ..varlen import token_places
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_silu: bool,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """See op.py. Each document is preceded by W - 1 rows of its state, so that a plain convolution stays within it."""
+    B, T, D = x.shape
+    W = weight.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    history = x.new_zeros(N, W - 1, D) if initial_state is None else initial_state.mT.to(x.dtype)
+    if cu_seqlens is None:
+        rows = torch.cat([history, x], dim=1)
+        y = _convolve(rows, weight, bias, is_silu, wide)
+        return y, rows[:, T:].mT.contiguous() if output_final_state else None
+
+    document, _ = token_places(cu_seqlens, T)
+    before = torch.arange(W - 1, device=x.device)
+    index = torch.arange(T, device=x.device)
+    # Document n's state begins at row cu_seqlens[n] + n (W - 1); tokens after the last document are 0 and lie at the end.
+    is_token = (document < N)[:, None]
+    token_row = index + (W - 1) * (document + 1).clamp_max(N)
+    state_row = (cu_seqlens[:-1, None] + (W - 1) * torch.arange(N, device=x.device)[:, None] + before).flatten()
+    rows = x.new_zeros(T + N * (W - 1), D)
+    rows = rows.index_copy(0, state_row.long(), history.flatten(0, 1)).index_copy(0, token_row, x[0].where(is_token, 0))
+    y = _convolve(rows[None], weight, bias, is_silu, wide)[0].index_select(0, token_row - (W - 1))
+    y = y.where(is_token, 0)[None]
+    if not output_final_state:
+        return y, None
+    last = cu_seqlens[1:, None] + (W - 1) * torch.arange(N, device=x.device)[:, None] + before
+    return y, rows[last.long()].mT.contiguous()
+
+
+def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, wide: torch.dtype) -> Tensor:
+    """[B, L, D] -> [B, L - W + 1, D]."""
+    W = weight.shape[1]
+    length = rows.shape[1] - W + 1
+    wide_rows, taps = rows.to(wide), weight.to(wide).unbind(1)
+    y = wide_rows[:, :length] * taps[0]
+    for shift in range(1, W):
+        y = torch.addcmul(y, wide_rows[:, shift : shift + length], taps[shift])
+    if bias is not None:
+        y = y + bias.to(wide)
+    return (silu(y) if is_silu else y).to(rows.dtype)
