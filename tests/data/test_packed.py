@@ -129,6 +129,13 @@ def test_a_sample_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
     )
 
 
+def test_a_long_document_is_not_read_in_order(tmp_path: Path) -> None:
+    dataset = dataset_of(write(tmp_path / "d", documents_of([64 * 40])), 64, 64, samples=80)
+    begins = [int(dataset[i]["tokens"][0]) for i in range(80)]
+    assert sorted(begins[:40]) == sorted(begins[40:])
+    assert sorted(begins[:40]) != begins[:40] != begins[40:]
+
+
 def test_samples_collate_for_megatron(tmp_path: Path) -> None:
     dataset = dataset_of(write(tmp_path / "d", documents_of(LENGTHS)), 256, 64)
     batch = next(iter(torch.utils.data.DataLoader(dataset, batch_size=2)))
