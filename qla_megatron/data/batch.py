@@ -10,6 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 
+from qla_megatron.data.zigzag import zigzag_index
+
 SEQUENCE_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _FIELDS = (*SEQUENCE_FIELDS, "attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
@@ -126,8 +128,6 @@ def _packed(batch: dict[str, Any], sequence_length: int) -> MicroBatch:
     fields = {name: batch[name] for name in SEQUENCE_FIELDS}
     size = parallel_state.get_context_parallel_world_size()
     if size > 1:
-        from qla_megatron.data.zigzag import zigzag_index
-
         index = zigzag_index(offsets, size, parallel_state.get_context_parallel_rank()).to(cu_seqlens.device)
         fields = {name: None if t is None else t.index_select(1, index) for name, t in fields.items()}
     return MicroBatch(**fields, packed_seq_params=params)
