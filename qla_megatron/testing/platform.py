@@ -109,7 +109,7 @@ def _use_cpu() -> None:
 
 
 def _restore_compiled_functions() -> None:
-    """Undo torch.compile on the functions of Megatron modules imported before: it needs a C++ compiler and seconds each.
+    """Undo torch.compile in Megatron modules imported before: it needs a C++ compiler, and seconds for each function.
 
     Only Megatron's: torch.compile itself stays as it is for others.
     """

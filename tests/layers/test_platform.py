@@ -53,7 +53,7 @@ def test_first_failure_and_hang_are_named() -> None:
 def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match="top level of a module"):
         run_ranks(lambda: None, 2)
-    with pytest.raises(ValueError, match="multiple of tensor .* = 4, got 6"):
+    with pytest.raises(ValueError, match=r"multiple of tensor .* = 4, got 6"):
         run_ranks(fail_on_rank_1, 6, tensor_parallel=2, context_parallel=2)
 
 
