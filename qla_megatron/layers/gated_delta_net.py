@@ -195,8 +195,10 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         )
 
     def _build_own_parameters(self) -> None:
-        device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
-        self.conv1d = torch.nn.Conv1d(
+        on_cpu = self.config.use_cpu_initialization
+        device = torch.get_default_device() if on_cpu else torch.cuda.current_device()
+        self.conv1d = torch.nn.utils.skip_init(  # torch's own start values would use up random numbers by local size
+            torch.nn.Conv1d,
             self.conv_dim_local_tp,
             self.conv_dim_local_tp,
             self.conv_kernel_dim,
@@ -215,9 +217,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
     def reset_parameters(self) -> None:
         """Start values of the layer's own parameters: exp(A_log) uniform, dt_bias 1, the convolution uniform.
 
-        Each tensor parallel rank draws its own, except where the model is initialised on the CPU: then all ranks draw
-            the
-        whole from the same generator and keep their share, so that a model does not depend on the tensor parallel size.
+        Each tensor parallel rank draws its own. A model that is initialised on the CPU does not depend on the tensor
+        parallel size: all ranks draw the whole from the same generator and keep their share.
         """
         if not self.config.perform_initialization:
             return
@@ -275,8 +276,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         cu_seqlens = document_offsets(packed_seq_params, tokens, hidden_states.shape[1], self.cp_size)
 
         projected, _ = self.in_proj(hidden_states)
-        if self.cp_size > 1:
-            projected = to_head_shards(projected, self.in_proj_split_sections, self.pg_collection.cp, cu_seqlens)
+        projected = to_head_shards(projected, self.in_proj_split_sections, self.pg_collection.cp, cu_seqlens)
         qkv, z, beta, alpha = projected.transpose(0, 1).split(self.feat_dim_split, dim=-1)
 
         weight, bias, A_log, dt_bias = self._parameters_of_this_rank()
@@ -299,19 +299,17 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         normalise = partial(self._normalise_and_exchange, cu_seqlens=cu_seqlens)
         if not self.recompute_norm_out:
             return self.out_proj(normalise(mixed, gate))
-        self.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        self.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
         out, out_bias = self.out_proj(self.norm_out_checkpoint.checkpoint(normalise, mixed, gate))
         self.norm_out_checkpoint.discard_output_and_register_recompute(out)
         return out, out_bias
 
     def _parameters_of_this_rank(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Convolution weight [D, W] and bias [D], A_log and dt_bias [HV], for the heads that this rank computes."""
-        weight, bias, heads = self.conv1d.weight.squeeze(1), self.conv1d.bias, (self.num_v_heads_local_tp,)
-        if self.cp_size == 1:
-            return weight, bias, self.A_log, self.dt_bias
-        channels, group = self.sizes_tp.convolution, self.pg_collection.cp
+        channels, heads = self.sizes_tp.convolution, (self.num_v_heads_local_tp,)
+        bias, group = self.conv1d.bias, self.pg_collection.cp
         return (
-            slice_sections(weight, channels, group),
+            slice_sections(self.conv1d.weight.squeeze(1), channels, group),
             None if bias is None else slice_sections(bias, channels, group),
             slice_sections(self.A_log, heads, group),
             slice_sections(self.dt_bias, heads, group),
@@ -332,8 +330,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             self.config.layernorm_epsilon,
             zero_centered=self.config.layernorm_zero_centered_gamma,
         )
-        normed = normed.flatten(2).transpose(0, 1).contiguous()
-        return to_sequence_shards(normed, self.pg_collection.cp, cu_seqlens) if self.cp_size > 1 else normed
+        return to_sequence_shards(normed.flatten(2).transpose(0, 1), self.pg_collection.cp, cu_seqlens).contiguous()
 
     def _norm_weight(self) -> Tensor:
         """out_norm's weight, whose gradient ends up summed over the tensor parallel ranks exactly once.

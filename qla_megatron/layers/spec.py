@@ -3,10 +3,9 @@
     --spec qla_megatron.layers.spec gpt_block_spec        (GPTModel)
     --spec qla_megatron.layers.spec hybrid_stack_spec     (HybridModel)
 
-Which modules: where the configuration's `transformer_impl` is "transformer_engine" and Transformer Engine is
-    installed, the
-specs are Megatron's own with our Gated DeltaNet in place of Megatron's. Otherwise they are made of Megatron's parallel
-linears, our RMSNorm and our core attention; where Transformer Engine was asked for and is missing, that is logged.
+Where the configuration's `transformer_impl` is "transformer_engine" and Transformer Engine is installed, the specs are
+Megatron's own with our Gated DeltaNet in place of Megatron's. Otherwise they are made of Megatron's parallel linears,
+our RMSNorm and our core attention; where Transformer Engine was asked for and is missing, that is logged.
 
 Checkpoints of both have the same keys: Transformer Engine keeps a norm's weight in the linear behind it, and the local
 layers save it under that name.

@@ -1,0 +1,174 @@
+"""Checkpoints of the layer: saved at one tensor parallel size, loaded at another, with Adam's moments."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from layer_cases import (
+    COLUMNS,
+    HIDDEN,
+    PARTS,
+    load,
+    make_config,
+    make_layer,
+    random_weights,
+    share,
+    split_groups,
+)
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from qla_megatron.layers.projections import HeadSizes, join_from_ranks, split_over_ranks
+from qla_megatron.testing.distributed import run_ranks
+
+FLOAT32 = {"A_log", "dt_bias", "out_norm.weight"}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+TOKENS = 64
+
+
+class Training:
+    """The layer under Megatron's data parallel wrapper and Adam, in float32 or bfloat16."""
+
+    def __init__(self, bf16: bool, seed: int) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.config = make_config(tensor_model_parallel_size=self.ranks, bf16=bf16)
+        self.layer = make_layer(self.config, split_groups(), conv_bias=True)
+        load(self.layer, random_weights(seed), self.rank, self.ranks)
+        if bf16:
+            self.layer.bfloat16()
+        self.model = DistributedDataParallel(
+            self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=bf16), self.layer
+        )
+        optimizer_config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=bf16, clip_grad=1.0)
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+
+    def step(self) -> None:
+        """One step on fixed data, so that every parameter has moments."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(1)).to(self.dtype)
+        self.model(x, None)[0].float().square().mean().backward()
+        finalize_model_grads([self.model])
+        succeeded, _, _ = self.optimizer.step()
+        assert succeeded
+
+    def sharded(self, is_loading: bool) -> dict[str, object]:
+        """Model and optimizer as Megatron saves them."""
+        model = self.layer.sharded_state_dict(prefix="decoder.layers.0.self_attention.")
+        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(dict(model), is_loading=is_loading)}
+
+    def state(self) -> dict[str, Tensor]:
+        """Every parameter and moment of this rank, by name."""
+        states = {}
+        inner = (
+            self.optimizer.chained_optimizers[0] if hasattr(self.optimizer, "chained_optimizers") else self.optimizer
+        )
+        for name, parameter in self.layer.named_parameters():
+            main = getattr(parameter, "main_param", parameter)
+            main = parameter if main is None else main
+            states[name] = main.detach().clone()
+            states |= {f"{name}:{moment}": inner.optimizer.state[main][moment].clone() for moment in MOMENTS}
+        return states
+
+
+def gathered(name: str, piece: Tensor) -> Tensor:
+    """The whole of a parameter or moment from the pieces of all tensor parallel ranks."""
+    pieces = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, piece.contiguous())
+    name = name.split(":")[0]
+    if name in COLUMNS:
+        return torch.cat(pieces, dim=1)
+    if name not in PARTS:
+        assert all(torch.equal(piece, other) for other in pieces), f"{name} differs between ranks"
+        return piece
+    local = [part // len(pieces) for part in PARTS[name]]
+    return torch.cat([torch.cat(shares) for shares in zip(*(p.split(local) for p in pieces), strict=True)])
+
+
+def _save(folder: Path, bf16: bool) -> None:
+    training = Training(bf16, seed=0)
+    for _ in range(2):
+        training.step()
+    whole = {name: gathered(name, piece) for name, piece in training.state().items()}
+    if dist.get_rank() == 0:
+        (folder / "sharded").mkdir()
+        torch.save(whole, folder / "whole.pt")
+    dist.barrier()
+    dist_checkpointing.save(training.sharded(is_loading=False), str(folder / "sharded"))
+
+
+def _load(folder: Path, bf16: bool) -> None:
+    training = Training(bf16, seed=7)
+    loaded = dist_checkpointing.load(training.sharded(is_loading=True), str(folder / "sharded"))
+    training.layer.load_state_dict(loaded["model"])
+    training.optimizer.load_state_dict(loaded["optimizer"])
+    whole = torch.load(folder / "whole.pt")
+    state = training.state()
+    assert set(state) == set(whole)
+    for name, piece in state.items():
+        expected = share(name.split(":")[0], whole[name], training.rank, training.ranks)
+        assert torch.equal(piece, expected), f"{name} at tensor parallel size {training.ranks}"
+        assert piece.dtype == torch.float32
+    for name, parameter in training.layer.named_parameters():
+        assert parameter.dtype == (torch.float32 if name in FLOAT32 else training.dtype), name
+    training.step()  # and it goes on
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_parameters_and_moments_reshard(tmp_path: Path, bf16: bool) -> None:
+    run_ranks(_save, 2, tmp_path, bf16)
+    for ranks in (4, 1):
+        run_ranks(_load, ranks, tmp_path, bf16)
+
+
+def test_no_weight_decay_for_gates_and_norms() -> None:
+    run_ranks(_check_weight_decay, 1)
+
+
+def _check_weight_decay() -> None:
+    training = Training(bf16=False, seed=0)
+    names = {id(p): name for name, p in training.layer.named_parameters()}
+    decayed = {
+        names[id(p)] for group in training.optimizer.param_groups if group["wd_mult"] > 0 for p in group["params"]
+    }
+    assert decayed == {"in_proj.weight", "conv1d.weight", "out_proj.weight"}
+
+
+def test_rows_split_and_join() -> None:
+    sizes = HeadSizes(key_heads=4, value_heads=8, key_dim=3, value_dim=5)
+    rows = torch.randn(sum(sizes.projection), 2)
+    for ranks in (1, 2, 4):
+        shards = split_over_ranks(rows, sizes.projection, ranks)
+        assert all(torch.equal(s, share_of_rows(rows, sizes, r, ranks)) for r, s in enumerate(shards))
+        assert torch.equal(join_from_ranks(shards, sizes.projection), rows)
+    with pytest.raises(ValueError, match=r"parts must be multiples of ranks = 8, got \(12, 12"):
+        split_over_ranks(rows, sizes.projection, 8)
+    with pytest.raises(ValueError, match="parts must add up to the rows, 120, got"):
+        split_over_ranks(rows, sizes.convolution, 2)
+    with pytest.raises(
+        ValueError, match="linear_num_key_heads must be a multiple of the tensor parallel size = 3, got 4"
+    ):
+        sizes.share(3, "the tensor parallel size")
+
+
+def share_of_rows(rows: Tensor, sizes: HeadSizes, rank: int, ranks: int) -> Tensor:
+    """Written head by head, to check the block-wise code."""
+    starts, taken = 0, []
+    for heads, width in (
+        (sizes.key_heads, sizes.key_dim),
+        (sizes.key_heads, sizes.key_dim),
+        (sizes.value_heads, sizes.value_dim),
+        (sizes.value_heads, sizes.value_dim),
+        (sizes.value_heads, 1),
+        (sizes.value_heads, 1),
+    ):
+        for head in range(heads):
+            if head * ranks // heads == rank:
+                taken.append(rows[starts + head * width : starts + (head + 1) * width])
+        starts += heads * width
+    return torch.cat(taken)
