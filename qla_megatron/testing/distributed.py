@@ -90,8 +90,10 @@ class _Task:
     timeout: float
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        function = functools.reduce(getattr, self.name.split("."), _import(self.module, self.file))
-        return function, pickle.loads(self.arguments)
+        found: Any = _import(self.module, self.file)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found, pickle.loads(self.arguments)
 
 
 def _import(name: str, file: str) -> ModuleType:
