@@ -1,0 +1,67 @@
+"""The fused forward pass: chunk preparation, then state and output."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .prepare_chunks import prepare_chunks
+from .state_output import compute_state_output
+from .tiles import DTYPES, HEAD_DIM
+
+
+@lru_cache(maxsize=64)
+def _row_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
+    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+
+
+def fused_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    block_v: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule (arXiv 2412.06464) on Hopper, without host reads: one document a row, or packed by cu_seqlens.
+
+    Args:
+        q, k: [B, T, H, 128] bfloat16 or float16, normalised or not. v: [B, T, HV, 128] in the same dtype; H divides HV.
+        g, beta: [B, T, HV], log decay and strength of the writes; computed in float32.
+        scale: of the outputs.
+        initial_state: [N, HV, 128, 128]; None is 0.
+        cu_seqlens: [N+1] int32 or int64 offsets of packed documents (B = 1).
+        block_v: 64 or 128 values of a head in one block of the serial pass; chosen from the shape if None.
+
+    Returns:
+        o [B, T, HV, 128] in v's dtype, 0 past the last document, and the final states [N, HV, 128, 128] float32 or None.
+
+    Raises:
+        NotImplementedError: another head dimension, dtype or device.
+    """
+    batch, tokens, value_heads, V = v.shape
+    if k.shape[-1] != HEAD_DIM or V != HEAD_DIM:
+        raise NotImplementedError(
+            f'the fused kernels take K = V = {HEAD_DIM}, got K = {k.shape[-1]}, V = {V}; backend="reference" takes any'
+        )
+    if v.dtype not in DTYPES:
+        raise NotImplementedError(
+            f'the fused kernels take q, k, v in bfloat16 or float16, got {v.dtype}; backend="reference" takes it'
+        )
+    if cu_seqlens is None:
+        cu_seqlens = _row_offsets(batch, tokens, v.device)
+    else:
+        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
+    q, k, v, g, beta = (x.reshape(batch * tokens, *x.shape[2:]).contiguous() for x in (q, k, v, g, beta))
+    g, beta = g.float(), beta.float()
+    if initial_state is not None:
+        initial_state = initial_state.float().contiguous()
+    a, sums = prepare_chunks(k, g, beta, cu_seqlens)
+    o, final_state = compute_state_output(
+        q, k, v, a, sums, initial_state, cu_seqlens, scale, output_final_state, block_v
+    )
+    return o.view(batch, tokens, value_heads, V), final_state

@@ -1,0 +1,134 @@
+"""Chunk preparation: the summed log gates and the inverse T of every chunk and value head.
+
+    G[s, t] = exp(sum_{t < r <= s} g_r)                   s >= t
+    A = (I + tril(diag(beta) (K K^T * G), -1))^-1 diag(beta)
+
+A takes W = V - diag(exp(g)) K S to the corrected values A W (gated delta rule, arXiv 2412.06464, in the chunked form of arXiv 2406.06484).
+The gate goes in before the inverse, so that decay bounds it even where keys are not normalised.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+import torch
+from torch import Tensor
+
+from ..compiled import compiled
+from ..device import architecture
+from .tiles import CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TRIANGLE, TRIANGULAR_INVERSE
+
+HEADS = 4  # value heads of a block, one warp each
+
+
+def prepare_chunks_kernel(dtype: str) -> Any:
+    """Build the kernel for 16-bit keys.
+
+    Arguments of the kernel: k [T, H, K], g and beta [T, HV] float32, cu_seqlens [N + 1] int32; out: a [slots, HV, 64, 64] and
+    sums [slots, HV, 64] float32, in units of log 2. Chunk i of document n lies in slot cu_seqlens[n] // 64 + n + i; other slots are left.
+    """
+    tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
+    offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
+    invert = f"qla::write_triangle<{PAIR_TYPES[dtype]}>"
+
+    @T.prim_func
+    def prepare_chunks(
+        k: T.Tensor((tokens, key_heads, HEAD_DIM), dtype),
+        g: T.Tensor((tokens, value_heads), "float32"),
+        beta: T.Tensor((tokens, value_heads), "float32"),
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        a: T.Tensor((slots, value_heads, CHUNK, CHUNK), dtype),
+        sums: T.Tensor((slots, value_heads, CHUNK), "float32"),
+        group: T.int32,
+    ):
+        with T.Kernel(slots * T.ceildiv(value_heads, HEADS), threads=32 * HEADS) as block:
+            T.import_source(TRIANGULAR_INVERSE)
+            keys = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
+            triangles = T.alloc_shared((HEADS, TRIANGLE), "float32")
+            gates = T.alloc_shared((HEADS, CHUNK), "float32", scope="shared")
+            strengths = T.alloc_shared((HEADS, CHUNK), "float32", scope="shared")
+            products = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            loaded = T.alloc_barrier(128)
+            T.annotate_min_blocks_per_sm(3)
+
+            first, last, document = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            middle, start, valid, head = (
+                T.alloc_var("int32"),
+                T.alloc_var("int32"),
+                T.alloc_var("int32"),
+                T.alloc_var("int32"),
+            )
+            slot, head0 = T.alloc_var("int32"), T.alloc_var("int32")
+            first_key, key_count = T.alloc_var("int32"), T.alloc_var("int32")
+            slot = T.truncdiv(block, T.ceildiv(value_heads, HEADS))
+            head0 = (block - slot * T.ceildiv(value_heads, HEADS)) * HEADS
+
+            # The last document whose first slot is not past this one.
+            first = 0
+            last = offsets - 2
+            while first < last:
+                middle = (first + last + 1) // 2
+                if cu_seqlens[middle] // CHUNK + middle <= slot:
+                    first = middle
+                else:
+                    last = middle - 1
+            document = first
+            start = cu_seqlens[document] + (slot - cu_seqlens[document] // CHUNK - document) * CHUNK
+            valid = T.min(cu_seqlens[document + 1] - start, CHUNK)
+            if valid > 0:
+                warp = T.get_thread_binding() // 32
+                head = head0 + warp
+                if head < value_heads:
+                    T.call_extern(
+                        "handle",
+                        "qla::sum_gates",
+                        T.address_of(g[start, head]),
+                        T.address_of(beta[start, head]),
+                        T.cast(value_heads, "int64"),
+                        valid,
+                        T.address_of(gates[warp, 0]),
+                        T.address_of(sums[slot, head, 0]),
+                        T.address_of(strengths[warp, 0]),
+                    )
+                T.sync_threads()
+                first_key = T.truncdiv(head0, group)
+                key_count = T.truncdiv(T.min(head0 + HEADS, value_heads) - 1, group) - first_key + 1
+                for key in T.serial(key_count):
+                    T.tma_copy(k[start : start + CHUNK, first_key + key, 0:HEAD_DIM], keys, barrier=loaded)
+                    T.barrier_arrive(loaded)
+                    T.barrier_wait(loaded, key % 2)
+                    T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
+                    T.sync_threads()
+                    for n in T.serial(HEADS):
+                        if (head0 + n < value_heads) & (T.truncdiv(head0 + n, group) == first_key + key):
+                            T.call_extern(
+                                "handle",
+                                "qla::gate_products",
+                                products.data,
+                                T.address_of(gates[n, 0]),
+                                T.address_of(strengths[n, 0]),
+                                valid,
+                                T.address_of(triangles[n, 0]),
+                            )
+                T.sync_threads()
+                if head < value_heads:
+                    T.call_extern("handle", "qla::invert_triangle", T.address_of(triangles[warp, 0]))
+                    T.call_extern(
+                        "handle",
+                        invert,
+                        T.address_of(a[slot, head, 0, 0]),
+                        T.address_of(triangles[warp, 0]),
+                        T.address_of(strengths[warp, 0]),
+                    )
+
+    return prepare_chunks
+
+
+def prepare_chunks(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """A [slots, HV, 64, 64] in k's dtype and the summed gates [slots, HV, 64] float32; see `prepare_chunks_kernel` for the arguments."""
+    tokens, value_heads = g.shape
+    slots = tokens // CHUNK + cu_seqlens.shape[0] - 1
+    a = torch.empty(slots, value_heads, CHUNK, CHUNK, dtype=k.dtype, device=k.device)
+    sums = torch.empty(slots, value_heads, CHUNK, dtype=torch.float32, device=k.device)
+    kernel = compiled(architecture(k.get_device()), prepare_chunks_kernel, DTYPES[k.dtype])
+    kernel(k, g, beta, cu_seqlens, a, sums, value_heads // k.shape[1])
+    return a, sums

@@ -1,0 +1,314 @@
+"""The serial pass: the state from chunk to chunk, and the output.
+
+Per chunk, with the state S [K, V], the prepared A and G of `prepare_chunks`, and g_s, g_C the summed gates at s and at the chunk's end:
+
+    W  = V - diag(exp(g)) K S           D = A W
+    O  = scale diag(exp(g)) Q S + scale (Q K^T * G) D
+    S <- exp(g_C) S + K^T diag(exp(g_C - g)) D
+
+Everything is kept transposed: S^T [V, K] stays in the registers of the state warpgroups, 64 rows each, and is the register operand of
+every product, as are W^T and D^T; shared memory holds only Q, K, V, A, the gated scores P = scale Q K^T * G, and O on its way out.
+
+Warpgroups: one or two of state, one that runs ahead (scores, exponentials, zeroed tails), one of copies (warp 0 loads, warps 1 and 2 store O,
+warp 3 clears rows that belong to no document). Barriers, i the chunk, s = i % stages, b = i % 2:
+
+    full[s]    loads of chunk i landed            32 arrivals of the loading warp + bytes; waited by scores, state   parity i / stages
+    empty[s]   chunk i was read                   arrivals of state and scores; waited by the loading warp        parity i / stages + 1
+    scored[b]  P, exponentials, clean tails       128 arrivals of scores; waited by state                          parity i / 2
+    unscored[b] P and exponentials were read      arrivals of state; waited by scores                             parity i / 2 + 1
+    wrote[w]   O of state warpgroup w lies ready  128 arrivals; waited by store warp w                             parity i
+    stored[w]  O was copied out                   32 arrivals of store warp w; waited by state warpgroup w         parity i + 1
+
+Every wait is for an event of chunk i or of an earlier chunk, and no event of chunk i waits for one of a later chunk: no cycle, no hang.
+"""
+
+from typing import Any
+
+import tilelang
+import tilelang.language as T
+import torch
+from torch import Tensor
+
+from ..compiled import compiled
+from ..device import architecture, multiprocessors
+from .tiles import CHUNK, DTYPES, HEAD_DIM, TRANSPOSED_MOVES
+
+STAGES = 3
+STATE_REGISTERS, SCORE_REGISTERS, COPY_REGISTERS = 208, 72, 24
+
+
+def state_output_kernel(dtype: str, block_v: int) -> Any:
+    """Build the kernel for 16-bit inputs; a block carries `block_v` (64 or 128) rows of S^T of one document and value head.
+
+    Arguments of the kernel: q, k [T, H, K], v [T, HV, V], a and sums as `prepare_chunks` leaves them, initial_state [*, HV, K, V] float32
+    (read if has_initial_state), cu_seqlens [N + 1] int32; out: o [T, HV, V], final_state [*, HV, K, V] float32 (written if
+    has_final_state); scale, documents = N, group = HV / H.
+    """
+    tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
+    offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
+    initial, final = T.dynamic("initial"), T.dynamic("final")
+    warpgroups = block_v // 64
+    state_threads = 128 * warpgroups
+    splits = HEAD_DIM // block_v
+
+    @T.macro
+    def store_output(o_tile, o, wrote, stored, n, chunks, start, length, head, v0):
+        for i in T.serial(chunks):
+            left = start + i * CHUNK
+            T.barrier_wait(wrote[n], i % 2)
+            if length - i * CHUNK >= CHUNK:
+                T.tma_copy(o_tile[n, :, :], o[left : left + CHUNK, head, v0 + 64 * n : v0 + 64 * n + 64])
+                T.tma_store_wait(0)
+            else:
+                for x in T.serial(length - i * CHUNK):
+                    for y in T.Parallel(64):
+                        o[left + x, head, v0 + 64 * n + y] = o_tile[n, x, y]
+            T.barrier_arrive(stored[n])
+
+    @T.prim_func
+    def state_output(
+        q: T.Tensor((tokens, key_heads, HEAD_DIM), dtype),
+        k: T.Tensor((tokens, key_heads, HEAD_DIM), dtype),
+        v: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
+        a: T.Tensor((slots, value_heads, CHUNK, CHUNK), dtype),
+        sums: T.Tensor((slots, value_heads, CHUNK), "float32"),
+        initial_state: T.Tensor((initial, value_heads, HEAD_DIM, HEAD_DIM), "float32"),
+        cu_seqlens: T.Tensor((offsets,), "int32"),
+        o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
+        final_state: T.Tensor((final, value_heads, HEAD_DIM, HEAD_DIM), "float32"),
+        scale: T.float32,
+        group: T.int32,
+        has_initial_state: T.int32,
+        has_final_state: T.int32,
+    ):
+        with T.Kernel((offsets - 1) * value_heads * splits, threads=state_threads + 256) as block:
+            T.import_source(TRANSPOSED_MOVES)
+            q_tile = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
+            k_tile = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
+            v_tile = T.alloc_shared((STAGES, CHUNK, block_v), dtype)
+            a_tile = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            g_tile = T.alloc_shared((STAGES, CHUNK), "float32")
+            p_tile = T.alloc_shared((2, CHUNK, CHUNK), dtype)
+            o_tile = T.alloc_shared((warpgroups, CHUNK, 64), dtype)
+            # exp(g), scale exp(g), exp(g_C - g)
+            decay = T.alloc_shared((2, CHUNK), "float32", scope="shared")
+            scaled_decay = T.alloc_shared((2, CHUNK), "float32", scope="shared")
+            rest = T.alloc_shared((2, CHUNK), "float32", scope="shared")
+            T.annotate_layout(
+                {
+                    v_tile: tilelang.layout.make_swizzled_layout(v_tile),
+                    o_tile: tilelang.layout.make_swizzled_layout(o_tile),
+                }
+            )
+            full, empty = T.alloc_barrier([32] * STAGES), T.alloc_barrier([state_threads + 128] * STAGES)
+            scored, unscored = T.alloc_barrier([128] * 2), T.alloc_barrier([state_threads] * 2)
+            wrote, stored = T.alloc_barrier([128] * warpgroups), T.alloc_barrier([32] * warpgroups)
+
+            state = T.alloc_fragment((block_v, HEAD_DIM), "float32")
+            state16 = T.alloc_fragment((block_v, HEAD_DIM), dtype)
+            w = T.alloc_fragment((block_v, CHUNK), "float32")
+            v16 = T.alloc_fragment((block_v, CHUNK), dtype)
+            w16 = T.alloc_fragment((block_v, CHUNK), dtype)
+            d = T.alloc_fragment((block_v, CHUNK), "float32")
+            d16 = T.alloc_fragment((block_v, CHUNK), dtype)
+            rest16 = T.alloc_fragment((block_v, CHUNK), dtype)
+            out = T.alloc_fragment((block_v, CHUNK), "float32")
+            out16 = T.alloc_fragment((block_v, CHUNK), dtype)
+            p = T.alloc_fragment((CHUNK, CHUNK), "float32")
+
+            thread = T.get_thread_binding()
+            rows, first_row, row_step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            document, head, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            start, length, slot0, chunks = (
+                T.alloc_var("int32"),
+                T.alloc_var("int32"),
+                T.alloc_var("int32"),
+                T.alloc_var("int32"),
+            )
+            key = T.alloc_var("int32")
+            document = T.truncdiv(block, value_heads * splits)
+            head = T.truncdiv(block, splits) - document * value_heads
+            key = T.truncdiv(head, group)
+            v0 = block % splits * block_v
+            start = cu_seqlens[document]
+            length = cu_seqlens[document + 1] - start
+            slot0 = T.truncdiv(start, CHUNK) + document
+            chunks = T.truncdiv(length + CHUNK - 1, CHUNK)
+
+            if thread < state_threads:
+                T.set_max_nreg(STATE_REGISTERS, 1)
+                warpgroup = thread // 128
+                if has_initial_state != 0:
+                    for x, y in T.Parallel(block_v, HEAD_DIM):
+                        state[x, y] = initial_state[document, head, y, v0 + x]
+                else:
+                    T.clear(state)
+                for i in T.serial(chunks):
+                    T.copy(state, state16)
+                    T.barrier_wait(full[i % STAGES], i // STAGES % 2)
+                    T.barrier_wait(scored[i % 2], i // 2 % 2)
+                    T.wgmma_gemm(
+                        state16,
+                        k_tile[i % STAGES, :, :],
+                        w,
+                        transpose_B=True,
+                        clear_accum=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                    )
+                    T.wgmma_gemm(
+                        state16,
+                        q_tile[i % STAGES, :, :],
+                        out,
+                        transpose_B=True,
+                        clear_accum=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                    )
+                    T.call_extern(
+                        "handle", "qla::load_transposed", v16.data, T.address_of(v_tile[i % STAGES, 0, warpgroup * 64])
+                    )
+                    T.wait_wgmma(1)
+                    T.warpgroup_fence_operand(w)
+                    for x, y in T.Parallel(block_v, CHUNK):
+                        w[x, y] = v16[x, y] - w[x, y] * decay[i % 2, y]
+                    T.copy(w, w16)
+                    T.wgmma_gemm(
+                        w16,
+                        a_tile[i % STAGES, :, :],
+                        d,
+                        transpose_B=True,
+                        clear_accum=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                    )
+                    for x, y in T.Parallel(block_v, HEAD_DIM):
+                        state[x, y] *= decay[i % 2, CHUNK - 1]
+                    T.wait_wgmma(1)
+                    T.warpgroup_fence_operand(out)
+                    for x, y in T.Parallel(block_v, CHUNK):
+                        out[x, y] *= scaled_decay[i % 2, y]
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(d)
+                    T.copy(d, d16)
+                    for x, y in T.Parallel(block_v, CHUNK):
+                        d[x, y] *= rest[i % 2, y]
+                    T.copy(d, rest16)
+                    T.wgmma_gemm(rest16, k_tile[i % STAGES, :, :], state, policy=T.GemmWarpPolicy.FullRow)
+                    T.wgmma_gemm(d16, p_tile[i % 2, :, :], out, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(state)
+                    T.warpgroup_fence_operand(out)
+                    T.barrier_arrive(empty[i % STAGES])
+                    T.barrier_arrive(unscored[i % 2])
+                    T.copy(out, out16)
+                    T.barrier_wait(stored[warpgroup], (i + 1) % 2)
+                    T.call_extern("handle", "qla::store_transposed", T.address_of(o_tile[warpgroup, 0, 0]), out16.data)
+                    T.fence_proxy_async()
+                    T.barrier_arrive(wrote[warpgroup])
+                if has_final_state != 0:
+                    for x, y in T.Parallel(block_v, HEAD_DIM):
+                        final_state[document, head, y, v0 + x] = state[x, y]
+
+            elif thread < state_threads + 128:
+                T.set_max_nreg(SCORE_REGISTERS, 0)
+                for i in T.serial(chunks):
+                    T.barrier_wait(full[i % STAGES], i // STAGES % 2)
+                    T.gemm(q_tile[i % STAGES, :, :], k_tile[i % STAGES, :, :], p, transpose_B=True, clear_accum=True)
+                    if length - i * CHUNK < CHUNK:
+                        for x, y in T.Parallel(CHUNK, HEAD_DIM):
+                            if x >= length - i * CHUNK:
+                                k_tile[i % STAGES, x, y] = 0
+                        for x, y in T.Parallel(CHUNK, block_v):
+                            if x >= length - i * CHUNK:
+                                v_tile[i % STAGES, x, y] = 0
+                    T.barrier_wait(unscored[i % 2], (i // 2 + 1) % 2)
+                    for x in T.Parallel(CHUNK):
+                        decay[i % 2, x] = T.exp2(g_tile[i % STAGES, x])
+                        scaled_decay[i % 2, x] = scale * T.exp2(g_tile[i % STAGES, x])
+                        rest[i % 2, x] = T.exp2(g_tile[i % STAGES, CHUNK - 1] - g_tile[i % STAGES, x])
+                    for x, y in T.Parallel(CHUNK, CHUNK):
+                        p[x, y] = T.if_then_else(
+                            x >= y,
+                            p[x, y] * T.exp2(g_tile[i % STAGES, x] - g_tile[i % STAGES, y]) * scale,
+                            T.float32(0),
+                        )
+                    T.copy(p, p_tile[i % 2, :, :])
+                    T.fence_proxy_async()
+                    T.barrier_arrive(scored[i % 2])
+                    T.barrier_arrive(empty[i % STAGES])
+
+            else:
+                T.set_max_nreg(COPY_REGISTERS, 0)
+                if thread < state_threads + 160:
+                    for i in T.serial(chunks):
+                        left = start + i * CHUNK
+                        T.barrier_wait(empty[i % STAGES], (i // STAGES + 1) % 2)
+                        T.tma_copy(
+                            k[left : left + CHUNK, key, 0:HEAD_DIM], k_tile[i % STAGES, :, :], barrier=full[i % STAGES]
+                        )
+                        T.tma_copy(
+                            q[left : left + CHUNK, key, 0:HEAD_DIM], q_tile[i % STAGES, :, :], barrier=full[i % STAGES]
+                        )
+                        T.tma_copy(sums[slot0 + i, head, 0:CHUNK], g_tile[i % STAGES, :], barrier=full[i % STAGES])
+                        T.tma_copy(
+                            v[left : left + CHUNK, head, v0 : v0 + block_v],
+                            v_tile[i % STAGES, :, :],
+                            barrier=full[i % STAGES],
+                        )
+                        T.tma_copy(
+                            a[slot0 + i, head, 0:CHUNK, 0:CHUNK], a_tile[i % STAGES, :, :], barrier=full[i % STAGES]
+                        )
+                        T.barrier_arrive(full[i % STAGES])
+                elif thread < state_threads + 192:
+                    store_output(o_tile, o, wrote, stored, 0, chunks, start, length, head, v0)
+                elif thread < state_threads + 224:
+                    if warpgroups == 2:
+                        store_output(o_tile, o, wrote, stored, 1, chunks, start, length, head, v0)
+                else:
+                    # Rows past the last document, a row a block.
+                    first_row = cu_seqlens[offsets - 1] + block
+                    row_step = (offsets - 1) * value_heads * splits
+                    rows = T.truncdiv(tokens - first_row + row_step - 1, row_step)
+                    for row in T.serial(rows):
+                        for x in T.serial(value_heads):
+                            for y in T.Parallel(HEAD_DIM):
+                                o[first_row + row * row_step, x, y] = 0
+
+    return state_output
+
+
+def compute_state_output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    sums: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor,
+    scale: float,
+    output_final_state: bool,
+    block_v: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """o [T, HV, V] and the final states [N, HV, K, V] float32 or None; see `state_output_kernel` for the arguments."""
+    index, value_heads, documents = v.get_device(), v.shape[1], cu_seqlens.shape[0] - 1
+    o = torch.empty_like(v)
+    room = (documents if output_final_state else 1, value_heads, HEAD_DIM, HEAD_DIM)
+    final_state = torch.empty(room, dtype=torch.float32, device=v.device)
+    if block_v is None:
+        # Half tiles shorten the chain of a document; worth it while whole ones would leave multiprocessors idle.
+        block_v = 128 if 2 * documents * value_heads > multiprocessors(index) else 64
+    kernel = compiled(architecture(index), state_output_kernel, DTYPES[v.dtype], block_v)
+    kernel(
+        q,
+        k,
+        v,
+        a,
+        sums,
+        final_state if initial_state is None else initial_state,
+        cu_seqlens,
+        o,
+        final_state,
+        scale,
+        value_heads // k.shape[1],
+        int(initial_state is not None),
+        int(output_final_state),
+    )
+    return o, final_state if output_final_state else None

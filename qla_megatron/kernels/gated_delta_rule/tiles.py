@@ -1,0 +1,263 @@
+"""Tile sizes and the inline device functions shared by the kernels of this op.
+
+TileLang writes the matrix products, the bulk copies and the barriers. Three things are plain CUDA device functions, inlined into
+the kernels: the warp-level inverse of a unit lower triangular tile, the inclusive sum of the gates, and the transposed
+moves between a 64 x 64 shared tile (128-byte swizzle) and wgmma fragments (`ldmatrix.trans`, `stmatrix.trans`).
+"""
+
+import torch
+
+CHUNK = 64  # tokens of a chunk
+HEAD_DIM = 128  # K = V
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+BLOCK = 16  # edge of a block of the triangular inverse
+BLOCK_ROW = 20  # floats between its rows: 16-byte aligned, and `b0 = B[2t][g]` of a warp falls into 32 different banks
+BLOCK_SIZE = 324  # floats between blocks: the four diagonal ones start in different banks
+TRIANGLE = 10 * BLOCK_SIZE  # floats of one head's lower triangle: ten blocks, row by row
+
+# The transposed moves. A warpgroup's accumulator of 64 rows x 64 columns holds, in lane (4 g + t) of warp w, rows 16 w + 8 h + g and
+# columns 8 j + 2 t + {0, 1}: as 16-bit pairs that is word 2 j + h. The shared tile is its transpose: row = column of the
+# accumulator, 128 bytes a row, 16-byte pieces swizzled by the row's low three bits.
+TRANSPOSED_MOVES = r"""
+#include <tl_templates/cuda/common.h>
+namespace qla {
+
+__device__ __forceinline__ uint32_t transposed_tile_address(const void *tile, int pair) {
+  const int lane = threadIdx.x & 31;
+  const int warp = (threadIdx.x >> 5) & 3;
+  const int row = 8 * (2 * pair + (lane >> 4)) + (lane & 7);
+  const int piece = 2 * warp + ((lane >> 3) & 1);
+  return static_cast<uint32_t>(__cvta_generic_to_shared(tile)) + row * 128 + ((piece ^ (lane & 7)) << 4);
+}
+
+// words[2 j + h] <- the transpose of a 64 x 64 tile of 16-bit numbers
+__device__ __forceinline__ void load_transposed(void *fragment, const void *tile) {
+  uint32_t *words = reinterpret_cast<uint32_t *>(fragment);
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[4 * pair]), "=r"(words[4 * pair + 1]), "=r"(words[4 * pair + 2]), "=r"(words[4 * pair + 3])
+                 : "r"(transposed_tile_address(tile, pair)) : "memory");
+  }
+}
+
+__device__ __forceinline__ void store_transposed(void *tile, const void *fragment) {
+  const uint32_t *words = reinterpret_cast<const uint32_t *>(fragment);
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%4], {%0, %1, %2, %3};"
+                 : : "r"(words[4 * pair]), "r"(words[4 * pair + 1]), "r"(words[4 * pair + 2]), "r"(words[4 * pair + 3]),
+                 "r"(transposed_tile_address(tile, pair)) : "memory");
+  }
+}
+
+}  // namespace qla
+"""
+
+# The inverse T = (I + L)^-1 of a unit lower triangular 64 x 64 tile, one warp a tile, in float32 with TF32 products off the diagonal:
+# the four 16 x 16 diagonal blocks by substitution, then X21 = -(X22 L21) X11 for blocks of 16 and of 32.
+# In `mma.m16n8k8` the contraction index may be renamed freely if both operands agree: slot t stands for column 2 t and slot t + 4
+# for column 2 t + 1, so that an accumulator is the next product's left operand as it lies.
+TRIANGULAR_INVERSE = (
+    f"#include <tl_templates/cuda/common.h>\n#define QLA_ROW {BLOCK_ROW}\n#define QLA_BLOCK {BLOCK_SIZE}\n"
+    + r"""
+namespace qla {
+
+__device__ __forceinline__ float *block_at(float *x, int i, int j) { return x + (i * (i + 1) / 2 + j) * QLA_BLOCK; }
+
+// The inclusive sum over a chunk of the log gates, times log2(e), by one warp; 0 past `valid`.
+// gates[row * stride] -> sums[64] in shared memory and out[64] in global memory; betas alike, unsummed.
+__device__ __forceinline__ void sum_gates(const float *gates, const float *betas, int64_t stride, int valid,
+                                          float *sums, float *out, float *strengths) {
+  const int lane = threadIdx.x & 31;
+  float low = lane < valid ? gates[lane * stride] : 0.f;
+  float high = lane + 32 < valid ? gates[(lane + 32) * stride] : 0.f;
+  strengths[lane] = lane < valid ? betas[lane * stride] : 0.f;
+  strengths[lane + 32] = lane + 32 < valid ? betas[(lane + 32) * stride] : 0.f;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float a = __shfl_up_sync(0xffffffffu, low, d);
+    const float b = __shfl_up_sync(0xffffffffu, high, d);
+    if (lane >= d) { low += a; high += b; }
+  }
+  high += __shfl_sync(0xffffffffu, low, 31);
+  low *= 1.4426950408889634f;
+  high *= 1.4426950408889634f;
+  sums[lane] = low;
+  sums[lane + 32] = high;
+  out[lane] = low;
+  out[lane + 32] = high;
+}
+
+// L[s][t] = beta_s (k_s . k_t) 2^(sums_s - sums_t) below the diagonal, 0 on it, above it and in rows past `valid`.
+// `products` is a warpgroup's 64 x 64 accumulator of K K^T.
+__device__ __forceinline__ void gate_products(const void *accumulator, const float *sums, const float *strengths, int valid,
+                                              float *x) {
+  const float *products = reinterpret_cast<const float *>(accumulator);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, g = lane >> 2, t = lane & 3;
+  const int row = 16 * warp + g;
+  const float sum[2] = {sums[row], sums[row + 8]};
+  const float beta[2] = {strengths[row], strengths[row + 8]};
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (j < 2 * warp + 2) {
+      const int column = 8 * j + 2 * t;
+      const float2 other = *reinterpret_cast<const float2 *>(sums + column);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = row + 8 * h;
+        float2 value;
+        value.x = column < r && r < valid ? beta[h] * products[4 * j + 2 * h] * exp2f(sum[h] - other.x) : 0.f;
+        value.y = column + 1 < r && r < valid ? beta[h] * products[4 * j + 2 * h + 1] * exp2f(sum[h] - other.y) : 0.f;
+        *reinterpret_cast<float2 *>(block_at(x, warp, j / 2) + (g + 8 * h) * QLA_ROW + 8 * (j & 1) + 2 * t) = value;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void mma_tf32(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// c[8] += z[8] B, all 16 x 16: z and c are accumulators, B lies in shared memory
+__device__ __forceinline__ void multiply_add(float *c, const float *z, const float *b) {
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float *rows = b + (8 * k + 2 * t) * QLA_ROW + g;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      mma_tf32(c + 4 * n, tf32(z[4 * k]), tf32(z[4 * k + 2]), tf32(z[4 * k + 1]), tf32(z[4 * k + 3]),
+               tf32(rows[8 * n]), tf32(rows[QLA_ROW + 8 * n]));
+    }
+  }
+}
+
+// a block in shared memory as an accumulator
+__device__ __forceinline__ void load_block(float *z, const float *a) {
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float2 top = *reinterpret_cast<const float2 *>(a + g * QLA_ROW + 8 * k + 2 * t);
+    const float2 bottom = *reinterpret_cast<const float2 *>(a + (g + 8) * QLA_ROW + 8 * k + 2 * t);
+    z[4 * k] = top.x; z[4 * k + 1] = top.y; z[4 * k + 2] = bottom.x; z[4 * k + 3] = bottom.y;
+  }
+}
+
+__device__ __forceinline__ void store_negative(float *a, const float *c) {
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    *reinterpret_cast<float2 *>(a + g * QLA_ROW + 8 * k + 2 * t) = make_float2(-c[4 * k], -c[4 * k + 1]);
+    *reinterpret_cast<float2 *>(a + (g + 8) * QLA_ROW + 8 * k + 2 * t) = make_float2(-c[4 * k + 2], -c[4 * k + 3]);
+  }
+}
+
+// Two columns of one diagonal block a lane: X[i] = e_i - sum_{m < i} L[i][m] X[m].
+__device__ __forceinline__ void invert_diagonal(float *x) {
+  const int lane = threadIdx.x & 31;
+  float *block = block_at(x, lane >> 3, lane >> 3);
+  const int column = 2 * (lane & 7);
+  float left[16], right[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float a = i == column ? 1.f : 0.f, b = i == column + 1 ? 1.f : 0.f, a_odd = 0.f, b_odd = 0.f;
+#pragma unroll
+    for (int m = 0; m < i; m += 4) {
+      const float4 l = *reinterpret_cast<const float4 *>(block + i * QLA_ROW + m);
+      a -= l.x * left[m]; b -= l.x * right[m];
+      if (m + 1 < i) { a_odd -= l.y * left[m + 1]; b_odd -= l.y * right[m + 1]; }
+      if (m + 2 < i) { a -= l.z * left[m + 2]; b -= l.z * right[m + 2]; }
+      if (m + 3 < i) { a_odd -= l.w * left[m + 3]; b_odd -= l.w * right[m + 3]; }
+    }
+    left[i] = a + a_odd;
+    right[i] = b + b_odd;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<float2 *>(block + i * QLA_ROW + column) = make_float2(left[i], right[i]);
+  __syncwarp();
+}
+
+// X <- (I + L)^-1 in place, by one warp
+__device__ __forceinline__ void invert_triangle(float *x) {
+  invert_diagonal(x);
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    float a[8], z[8] = {}, c[8] = {};
+    load_block(a, block_at(x, i + 1, i + 1));
+    multiply_add(z, a, block_at(x, i + 1, i));
+    multiply_add(c, z, block_at(x, i, i));
+    __syncwarp();
+    store_negative(block_at(x, i + 1, i), c);
+  }
+  __syncwarp();
+  float z[2][2][8] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int m = 0; m <= i; ++m) {
+      float a[8];
+      load_block(a, block_at(x, 2 + i, 2 + m));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) multiply_add(z[i][j], a, block_at(x, 2 + m, j));
+    }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float c[8] = {};
+#pragma unroll
+      for (int m = j; m < 2; ++m) multiply_add(c, z[i][m], block_at(x, m, j));
+      store_negative(block_at(x, 2 + i, j), c);
+    }
+  __syncwarp();
+}
+
+template <typename Pair> __device__ __forceinline__ uint32_t round_pair(float a, float b);
+template <> __device__ __forceinline__ uint32_t round_pair<__nv_bfloat162>(float a, float b) {
+  __nv_bfloat162 p = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<uint32_t *>(&p);
+}
+template <> __device__ __forceinline__ uint32_t round_pair<__half2>(float a, float b) {
+  __half2 p = __floats2half2_rn(a, b);
+  return *reinterpret_cast<uint32_t *>(&p);
+}
+
+// out[64][64] <- T diag(beta), rounded, zeros above the diagonal; by one warp, 16 bytes a lane
+template <typename Pair>
+__device__ __forceinline__ void write_triangle(void *out, float *x, const float *strengths) {
+  const int lane = threadIdx.x & 31, piece = lane & 7;
+  float beta[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) beta[e] = strengths[8 * piece + e];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int row = 4 * i + (lane >> 3);
+    uint4 word = make_uint4(0, 0, 0, 0);
+    if (piece / 2 <= i / 4) {
+      const float *p = block_at(x, i / 4, piece / 2) + (row & 15) * QLA_ROW + 8 * (piece & 1);
+      const float4 a = *reinterpret_cast<const float4 *>(p), b = *reinterpret_cast<const float4 *>(p + 4);
+      word.x = round_pair<Pair>(a.x * beta[0], a.y * beta[1]);
+      word.y = round_pair<Pair>(a.z * beta[2], a.w * beta[3]);
+      word.z = round_pair<Pair>(b.x * beta[4], b.y * beta[5]);
+      word.w = round_pair<Pair>(b.z * beta[6], b.w * beta[7]);
+    }
+    reinterpret_cast<uint4 *>(out)[row * 8 + piece] = word;
+  }
+}
+
+}  // namespace qla
+"""
+)
+
+PAIR_TYPES = {"bfloat16": "__nv_bfloat162", "float16": "__half2"}  # the CUDA type of two packed elements
