@@ -6,6 +6,7 @@ range that A_log starts from and the backend of the gated delta rule.
 """
 
 import copy
+import importlib
 import importlib.util
 from argparse import Namespace
 from functools import partial
@@ -105,8 +106,9 @@ def _parallel(recipe: Recipe) -> list[str]:
 
 def _precision(recipe: Recipe) -> list[str]:
     flags = ["--bf16"] if recipe.precision.dtype == "bf16" else []
-    if recipe.precision.reduce_gradients_in_fp32 and recipe.precision.dtype == "bf16":
-        flags += ["--accumulate-allreduce-grads-in-fp32"]
+    if recipe.precision.dtype == "bf16":
+        in_fp32 = recipe.precision.reduce_gradients_in_fp32
+        flags += ["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"]
     if recipe.parallel.device != "cpu" and has_transformer_engine():
         return flags
     # These fusions live in Transformer Engine or Apex; Megatron stops, or changes its norm, where they are asked for
@@ -182,6 +184,7 @@ def model_config(recipe: Recipe, args: Namespace) -> Any:
     """Megatron's model configuration from its parsed arguments, with what no argument reaches."""
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
+    importlib.import_module("qla_megatron.layers.spec")  # Megatron would answer a failure with layers of its own
     if recipe.model.stack == "hybrid":
         config = hybrid_config_from_args(args)
     else:

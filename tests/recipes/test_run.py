@@ -1,0 +1,155 @@
+"""The command line: listing, printing, changing fields, refusing. Nothing here imports Megatron."""
+
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+
+from qla_megatron.recipes import catalogue, checks, overrides, run
+from qla_megatron.recipes.recipe import Recipe
+
+NAMES = list(catalogue.RECIPES)
+DEMO = "tiny_pretrain_1k_2xcpu"
+NINE = "qwen3_5_9b_pretrain_4k_8xh200"
+
+
+def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    for name in NAMES:
+        assert name in printed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_is_named_after_what_it_is_and_can_work(name: str) -> None:
+    recipe = catalogue.find(name)
+    checks.check(recipe)
+    assert name.endswith(f"_{recipe.parallel.gpus}x{recipe.parallel.device}")
+    assert f"_{recipe.data.sequence_length // 1024}k_" in name
+    assert catalogue.RECIPES[name].__doc__
+
+
+def test_ten_sizes_have_a_recipe() -> None:
+    sizes = "qwen3_5_0_8b qwen3_5_2b qwen3_5_4b qwen3_5_9b qwen3_5_27b qwen3_5_35b_a3b qwen3_5_122b_a10b"
+    for size in [*sizes.split(), "qwen3_5_397b_a17b", "qwen3_6_27b", "qwen3_6_35b_a3b"]:
+        assert any(name.startswith(f"{size}_pretrain_4k_") for name in NAMES), size
+
+
+def test_print_shows_recipe_command_and_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([NINE, "--print", "train.steps=7777"]) == 0
+    printed = capsys.readouterr().out
+    assert "steps: 7777" in printed
+    assert f"torchrun --standalone --nproc-per-node 8 -m qla_megatron.recipes.run {NINE} train.steps=7777" in printed
+    assert "--train-iters 7777" in printed
+    assert "--linear-num-value-heads 32" in printed
+
+
+def test_every_field_can_be_set() -> None:
+    recipe = catalogue.find(NINE)
+    others = {bool: "{}", int: "7", float: "0.5"}
+    for path in overrides.paths(recipe):
+        part, name = path.split(".")
+        value = getattr(getattr(recipe, part), name)
+        text = str(not value) if isinstance(value, bool) else others.get(type(value), "null")
+        if isinstance(value, tuple):
+            text = "[2.0, 3.0]" if name == "gdn_decay_init" else "[a, b]"
+        if isinstance(value, str):
+            text = CHOICES.get(path, "other")
+        if path in OPTIONAL:
+            text = OPTIONAL[path]
+        changed = getattr(getattr(overrides.apply(recipe, [f"{path}={text}"]), part), name)
+        assert changed != value or text == str(value), path
+        assert type(changed) is type(value) or value is None, path
+
+
+CHOICES = {
+    "model.gdn": "megatron", "model.gdn_backend": "reference", "model.stack": "hybrid", "parallel.device": "cpu",
+    "precision.dtype": "fp32", "train.recompute": "full", "optimizer.decay": "linear",
+}  # fmt: skip
+OPTIONAL = {
+    "model.num_experts": "8", "model.expert_hidden_size": "64", "model.shared_expert_hidden_size": "64",
+    "parallel.layers_per_virtual_stage": "2", "parallel.first_stage_layers": "2", "parallel.last_stage_layers": "2",
+    "data.cache": "elsewhere", "train.stop_after": "5", "optimizer.decay_steps": "5", "checkpoint.folder": "elsewhere",
+    "checkpoint.load": "elsewhere", "checkpoint.load_step": "5",
+}  # fmt: skip
+
+
+def test_changed_recipe_is_a_frozen_recipe() -> None:
+    changed = overrides.apply(catalogue.find(DEMO), ["optimizer.lr=1e-4", "data.paths=[0.3, a, 0.7, b]"])
+    assert changed.optimizer.lr == 1e-4
+    assert changed.data.paths == ("0.3", "a", "0.7", "b")
+    assert isinstance(changed, Recipe)
+    assert all(is_dataclass(getattr(changed, item.name)) for item in fields(changed))
+    with pytest.raises(AttributeError):
+        changed.optimizer.lr = 1.0  # type: ignore[misc]
+
+
+REFUSED = [  # arguments, what the message must say
+    pytest.param(["qwen3_5_9b_pretrain_4k_8xh20"], f"Did you mean {NINE}?", id="unknown-recipe"),
+    pytest.param([DEMO, "train.stps=3"], "Did you mean train.steps?", id="misspelt-field"),
+    pytest.param([DEMO, "model.lr=3"], "Did you mean optimizer.lr?", id="field-of-another-part"),
+    pytest.param([DEMO, "lr=3"], "Did you mean optimizer.lr?", id="field-without-part"),
+    pytest.param([DEMO, "optimiser.lr=3"], "Did you mean optimizer.lr?", id="misspelt-part"),
+    pytest.param([DEMO, "model=3"], "no field 'model'", id="a-part-is-no-field"),
+    pytest.param([DEMO, "train.steps=many"], "could not be converted to Integer", id="wrong-type"),
+    pytest.param([DEMO, "train.steps=1.5"], "could not be converted to Integer", id="fraction-for-integer"),
+    pytest.param([DEMO, "precision.dtype=fp8"], "expected one of", id="not-a-choice"),
+    pytest.param([DEMO, "train.steps"], "expected path.to.field=value", id="no-value"),
+    pytest.param([NINE, "parallel.tensor=3"], "not a multiple of tensor x context x pipeline", id="layout"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_refusal_is_one_clear_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_without_torchrun_the_line_to_type_is_shown(
+    tmp_path: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    prefix = f"{tmp_path}/data"
+    open(f"{prefix}.idx", "w").close()  # noqa: PTH123
+    assert run.main([DEMO, f"data.paths=[{prefix}]"]) == 2
+    line = f"torchrun --standalone --nproc-per-node 2 -m qla_megatron.recipes.run {DEMO} 'data.paths=[{prefix}]'"
+    assert line in capsys.readouterr().err
+
+
+def test_several_nodes_in_the_launch_line() -> None:
+    command = " ".join(run.torchrun_command(catalogue.find("qwen3_5_27b_pretrain_4k_16xh200"), ["NAME"]))
+    assert "--nnodes 2 --nproc-per-node 8" in command
+
+
+def test_machine_that_lacks_things_is_refused_by_name(tmp_path: object) -> None:
+    recipe = catalogue.find(NINE)
+    with pytest.raises(checks.RecipeError) as refusal:
+        checks.check_machine(recipe, {"WORLD_SIZE": "4"}, has_cuda=False)
+    assert "parallel.gpus=8 but 4 process(es) run" in str(refusal.value)
+    assert "tiny_pretrain_1k_2xcpu" in str(refusal.value)
+    assert "tools/pack_dataset.py" in str(refusal.value)
+    recipe = replace(recipe, data=replace(recipe.data, paths=("0.5", f"{tmp_path}/a")))
+    with pytest.raises(checks.RecipeError, match=r"a\.idx does not exist"):
+        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, has_cuda=True)
+    recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, load=str(tmp_path)))
+    with pytest.raises(checks.RecipeError, match="holds no checkpoint"):
+        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, has_cuda=True)
+
+
+def test_module_runs_and_help_teaches_with_examples() -> None:
+    command = [sys.executable, "-m", "qla_megatron.recipes.run", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "examples:" in shown
+    assert "--launch" in shown
+
+
+def test_listing_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from qla_megatron.recipes import run; run.main(['--list']);"
+        "assert not {'torch', 'megatron'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
