@@ -99,8 +99,8 @@ class PackedDataset(MegatronDataset):
     is a function of (seed, epoch) and of the index alone: sample i is the same in every process and after every
     restart. Documents of one token or none have nothing to predict and are left out.
 
-    Memory, a process: 8 bytes a document, and 12 more for the epoch at hand, built when its first sample is read (about
-    0.1 s a million documents). Jumping between epochs builds an index each time, so read samples in order, as
+    Memory, a process: 8 bytes a document, and for the epoch at hand, built when its first sample is read, 12 more and 8
+    a sample (0.3 s for a million documents). Jumping between epochs builds it each time, so read samples in order, as
     Megatron's dataloader type "single" does.
 
     Args:
