@@ -1,7 +1,7 @@
 """Documents to tokens and to chunks.
 
-`token_places` and `valid_tokens` work on the device, without host reads. `lay_out_chunks` makes the reference's table of
-chunks on the host. Every document is cut into chunks from its own first token on, so that no chunk holds two documents.
+`token_places` and `valid_tokens` work on the device, without host reads. `lay_out_chunks` makes the reference's table
+of chunks on the host. Every document is cut into chunks from its own first token on, so that no chunk holds two documents.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def valid_tokens(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def token_places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Document of every token and its position there, both [T] int64; after the last document's end the document is N."""
+    """Document of every token and its position there, both [T] int64; beyond the last document it is N."""
     index = torch.arange(tokens, device=cu_seqlens.device)
     # The first document that ends after the token: empty documents are passed over.
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), index.to(cu_seqlens.dtype), right=True)
@@ -31,7 +31,7 @@ def token_places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 def document_offsets(
     batch: int, tokens: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> tuple[int, ...]:
-    """Offsets of the documents in the flattened [B T] tokens, on the host; reads the device if there is no host copy."""
+    """Offsets of the documents in the flattened [B T] tokens, on the host; without a host copy reads the device."""
     if cu_seqlens is None:
         return tuple(n * tokens for n in range(batch + 1))
     offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
@@ -50,20 +50,22 @@ def slot_count(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
 class ChunkLayout:
     """Chunks ordered by their place in the document, then by documents, those with most chunks first.
 
-    The documents that have a chunk s are then the first `active[s]` ones, and their chunks lie side by side: the states of all
-    documents advance together.
+    The documents that have a chunk s are then the first `active[s]` ones, and their chunks lie side by side: the states
+    of all documents advance together.
 
     Attributes:
         order: [N] documents, those with most chunks first.
         active: for every place s of a chunk in its document, how many documents get that far.
         tokens: [chunks, CHUNK] token indices; beyond a document's end its last token's.
         is_token: [chunks, CHUNK] whether a token is there.
+        is_full: whether one is everywhere.
     """
 
     order: Tensor
     active: tuple[int, ...]
     tokens: Tensor
     is_token: Tensor
+    is_full: bool
 
 
 def lay_out_chunks(offsets: Sequence[int], device: torch.device) -> ChunkLayout:
@@ -83,4 +85,5 @@ def lay_out_chunks(offsets: Sequence[int], device: torch.device) -> ChunkLayout:
         active=tuple(torch.bincount(place).tolist()),
         tokens=(starts[rank, None] + torch.minimum(position, last)).to(device),
         is_token=(position <= last).to(device),
+        is_full=bool((lengths % CHUNK == 0).all()),
     )

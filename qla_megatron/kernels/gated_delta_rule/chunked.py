@@ -18,8 +18,8 @@ def choose_backend(backend: str, device: torch.device) -> str:
             'backend="tilelang" serves CUDA tensors, got CPU tensors; backend="reference" serves them'
         )
     raise NotImplementedError(
-        f'backend="{backend}" on {device.type}: the fused kernels are not there yet; backend="reference" (plain torch, slow) '
-        "runs on any device when asked for by name"
+        f'backend="{backend}" on {device.type}: the fused kernels are not there yet; backend="reference" (plain torch, '
+        "slow) runs on any device when asked for by name"
     )
 
 
@@ -35,8 +35,7 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o [B, T, HV, V], the final states [N, HV, K, V], and what `saved_like` describes."""
-    batch, tokens, heads, V = v.shape
-    layout = lay_out_chunks(document_offsets(batch, tokens, cu_seqlens, cu_seqlens_cpu), v.device)
+    layout = lay_out_chunks(document_offsets(v.shape[0], v.shape[1], cu_seqlens, cu_seqlens_cpu), v.device)
     inverses, starts = (x.zero_() for x in saved_like(k, v, cu_seqlens))
     if initial_state is None:
         state = starts.new_zeros(len(layout.order), *starts.shape[1:])
@@ -46,9 +45,9 @@ def forward(
         o = reference.chunked_forward(
             *(x.flatten(0, 1) for x in (q, k, v, g, beta)),
             scale=scale,
-            state=state,
-            inverses=inverses,
-            starts=starts,
+            state=state.flatten(0, 1),
+            inverses=inverses.flatten(0, 1),
+            starts=starts.flatten(0, 1),
             layout=layout,
         )
     return o.view(v.shape), state[layout.order.argsort()], inverses, starts
@@ -69,8 +68,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta as their inputs, and the gradient of the initial states [N, HV, K, V]."""
-    batch, tokens, heads, V = v.shape
-    layout = lay_out_chunks(document_offsets(batch, tokens, cu_seqlens, cu_seqlens_cpu), v.device)
+    layout = lay_out_chunks(document_offsets(v.shape[0], v.shape[1], cu_seqlens, cu_seqlens_cpu), v.device)
     if dht is None:
         dstate = starts.new_zeros(len(layout.order), *starts.shape[1:])
     else:
@@ -79,10 +77,10 @@ def backward(
     with torch.autocast(v.device.type, enabled=False):
         grads = reference.chunked_backward(
             (torch.zeros_like(v) if do is None else do).flatten(0, 1),
-            dstate,
+            dstate.flatten(0, 1),
             *(x.flatten(0, 1) for x in inputs),
-            inverses,
-            starts,
+            inverses.flatten(0, 1),
+            starts.flatten(0, 1),
             scale=scale,
             layout=layout,
         )

@@ -93,16 +93,28 @@ def chunk_gated_delta_rule(
         ValueError: a shape, device or value doesn't fit. TypeError: a type or dtype doesn't fit.
         NotImplementedError: cp_context, a chunk_size other than 64, or what the backend doesn't serve.
     """
-    _check_switches(locals())
+    for name, value in (
+        ("output_final_state", output_final_state),
+        ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        ("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
+        ("allow_neg_eigval", allow_neg_eigval),
+        ("state_v_first", state_v_first),
+        ("use_gate_in_kernel", use_gate_in_kernel),
+        ("auto_cp", auto_cp),
+    ):
+        check_bool(name, value)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
+    _check_supported(cp_context, chunk_size)
     _check_inputs(q, k, v, g, beta, cu_seqlens, cu_seqlens_cpu)
-    K, V, HV = q.shape[-1], v.shape[-1], v.shape[2]
-    if scale is None:
-        scale = K**-0.5
+    _check_gate(use_gate_in_kernel, A_log, dt_bias, v)
+    scale = _check_scale(scale, q)
     if initial_state is not None:
-        documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        _check_state("initial_state", initial_state, documents, HV, K, V, q, state_v_first)
+        _check_state("initial_state", initial_state, q, v, cu_seqlens, state_v_first)
         initial_state = initial_state.mT if state_v_first else initial_state
+    check_choice("backend", backend, BACKENDS)
     choose_backend(backend, q.device)
+
     wide = torch.promote_types(v.dtype, torch.float32)
     if cu_seqlens is not None:
         # Not even NaN beyond the last document reaches a gradient: what is transformed below is cut off first.
@@ -113,14 +125,12 @@ def chunk_gated_delta_rule(
         g = g.where(valid, 0) if use_gate_in_kernel else g
     if use_qk_l2norm_in_kernel:
         q, k = _l2_normalise(q), _l2_normalise(k)
-    beta = beta.to(wide)
+    beta, g = beta.to(wide), g.to(wide)
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
-    g = g.to(wide)
-    if use_gate_in_kernel:
-        assert A_log is not None
+    if A_log is not None:
         g = -A_log.to(wide).exp() * softplus(g if dt_bias is None else g + dt_bias.to(wide))
-    o, final_state, *_ = forward_op(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, float(scale))
+    o, final_state, *_ = forward_op(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale)
     if not output_final_state:
         return o, None
     return o, final_state.mT if state_v_first else final_state
@@ -186,20 +196,15 @@ def chunk_gated_delta_rule_fwd(
     check_dtype("g", g, (wide,))
     check_dtype("beta", beta, (wide,))
     if initial_state is not None:
-        documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        _check_state("initial_state", initial_state, documents, v.shape[2], q.shape[-1], v.shape[-1], q)
+        _check_state("initial_state", initial_state, q, v, cu_seqlens)
         check_dtype("initial_state", initial_state, (wide,))
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    check_number("scale", scale)
+    scale = _check_scale(scale, q)
     check_choice("backend", backend, BACKENDS)
     choose_backend(backend, q.device)
     if plan is not None:
         raise NotImplementedError(f"plan is for the fused kernels; the reference takes plan=None, got {plan!r}")
-    o, final_state, inverses, starts = forward_op(
-        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, float(scale)
-    )
-    saved = Saved(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, inverses, starts, float(scale))
+    o, final_state, inverses, starts = forward_op(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale)
+    saved = Saved(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, inverses, starts, scale)
     return o, final_state if output_final_state else None, saved
 
 
@@ -220,8 +225,7 @@ def chunk_gated_delta_rule_bwd(do: Tensor | None, dht: Tensor | None, saved: Sav
         check_dtype("do", do)
         check_same_device("do", do, "v", saved.v)
     if dht is not None:
-        documents = B if saved.cu_seqlens is None else saved.cu_seqlens.shape[0] - 1
-        _check_state("dht", dht, documents, HV, saved.q.shape[-1], V, saved.q)
+        _check_state("dht", dht, saved.q, saved.v, saved.cu_seqlens)
     s = saved
     *grads, dinitial_state = backward_op(
         do, dht, s.q, s.k, s.v, s.g, s.beta, s.inverses, s.starts, s.cu_seqlens, s.cu_seqlens_cpu, s.scale
@@ -229,35 +233,33 @@ def chunk_gated_delta_rule_bwd(do: Tensor | None, dht: Tensor | None, saved: Sav
     return Gradients(*grads, dinitial_state=None if s.initial_state is None else dinitial_state)
 
 
-def _check_switches(arguments: dict[str, Any]) -> None:
-    """Everything of `chunk_gated_delta_rule` that isn't a token-wise tensor."""
-    a = arguments
-    for name, value in a.items():
-        if name.startswith(("use_", "output_", "allow_")) or name in ("state_v_first", "auto_cp"):
-            check_bool(name, value)
-    if a["scale"] is not None:
-        check_number("scale", a["scale"])
-    check_choice("backend", a["backend"], BACKENDS)
-    if a["cp_context"] is not None:
+def _check_supported(cp_context: Any, chunk_size: int) -> None:
+    if cp_context is not None:
         raise NotImplementedError(
-            "cp_context must be None: this op works on whole documents; context parallelism exchanges heads in "
-            f"qla_megatron.layers.GatedDeltaNet, got {type(a['cp_context']).__name__}"
+            "cp_context must be None: this op works on whole documents, and qla_megatron.layers.GatedDeltaNet exchanges "
+            f"heads for context parallelism, got {type(cp_context).__name__}"
         )
-    if a["chunk_size"] != CHUNK:
-        raise NotImplementedError(f"chunk_size must be {CHUNK}, got {a['chunk_size']!r}")
-    if a["allow_neg_eigval"] and not a["use_beta_sigmoid_in_kernel"]:
-        raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
-    if a["use_gate_in_kernel"] and a["A_log"] is None:
+    if chunk_size != CHUNK:
+        raise NotImplementedError(f"chunk_size must be {CHUNK}, got {chunk_size!r}")
+
+
+def _check_gate(use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, v: Tensor) -> None:
+    if use_gate_in_kernel and A_log is None:
         raise ValueError("A_log must be given with use_gate_in_kernel=True, got None")
-    for name in ("A_log", "dt_bias"):
-        if a[name] is None:
-            continue
-        if not a["use_gate_in_kernel"]:
-            raise ValueError(f"{name} needs use_gate_in_kernel=True, got False")
-        if isinstance(a["v"], Tensor) and a["v"].dim() == 4:
-            check_shape(name, a[name], HV=a["v"].shape[2])
-            check_dtype(name, a[name])
-            check_same_device(name, a[name], "v", a["v"])
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None:
+            if not use_gate_in_kernel:
+                raise ValueError(f"{name} needs use_gate_in_kernel=True, got False")
+            check_shape(name, x, HV=v.shape[2])
+            check_dtype(name, x)
+            check_same_device(name, x, "v", v)
+
+
+def _check_scale(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    check_number("scale", scale)
+    return float(scale)
 
 
 def _check_inputs(
@@ -280,12 +282,11 @@ def _check_inputs(
 
 
 def _check_state(
-    name: str, state: Tensor, documents: int, HV: int, K: int, V: int, q: Tensor, v_first: bool = False
+    name: str, state: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, is_v_first: bool = False
 ) -> None:
-    if v_first:
-        check_shape(name, state, N=documents, HV=HV, V=V, K=K)
-    else:
-        check_shape(name, state, N=documents, HV=HV, K=K, V=V)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sizes = {"N": N, "HV": v.shape[2], "K": q.shape[-1], "V": v.shape[-1]}
+    check_shape(name, state, **{letter: sizes[letter] for letter in ("N", "HV", *("VK" if is_v_first else "KV"))})
     check_dtype(name, state)
     check_same_device(name, state, "q", q)
 

@@ -5,13 +5,14 @@ Symbols, shapes and the equations of the chunked form are in README.md beside th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..varlen import CHUNK, ChunkLayout
 
-SEGMENT = 128  # chunks x value heads that are worked on at once: bounds the memory of intermediate results
+RUN = 32  # chunks times value heads worked on at once: bounds the memory of intermediate results
 
 
 def recurrent_gated_delta_rule(
@@ -24,22 +25,10 @@ def recurrent_gated_delta_rule(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token after another, with autograd: the definition of the op, for tests.
+    """One token after another, with autograd: the definition of `chunk_gated_delta_rule`, for tests.
 
-    Per document and value head, from S = initial_state (or 0):
-
-        S_t = exp(g_t) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = scale S_t^T q_t
-
-    (Gated Delta Networks, arXiv 2412.06464, equation 10). Computes in float32, in float64 if v is float64.
-
-    Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV]. H divides HV.
-        scale: of the outputs; K ** -0.5 if None.
-        initial_state: [N, HV, K, V], N = B or the number of documents.
-        cu_seqlens: [N+1] offsets of documents, with B = 1.
-
-    Returns:
-        o [B, T, HV, V] in v's dtype, 0 after the last document's end, and the final states [N, HV, K, V].
+    Takes the same arguments, unchecked. Computes in float32, in float64 if v is float64. Returns o [B, T, HV, V] in v's dtype
+    and the final states [N, HV, K, V].
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     group = v.shape[2] // q.shape[2]
@@ -48,8 +37,8 @@ def recurrent_gated_delta_rule(
         documents = [(b, 0, q.shape[1]) for b in range(q.shape[0])]
     else:
         offsets = cu_seqlens.tolist()
-        documents = [(0, start, end) for start, end in zip(offsets, offsets[1:], strict=False)]
-    rows = [[torch.zeros_like(v[b, :0], dtype=wide)] for b in range(q.shape[0])]
+        documents = [(0, start, end) for start, end in pairwise(offsets)]
+    rows: list[list[Tensor]] = [[] for _ in range(q.shape[0])]
     states = []
     for n, (b, start, end) in enumerate(documents):
         if initial_state is None:
@@ -61,11 +50,11 @@ def recurrent_gated_delta_rule(
             S = S * g[b, t].to(wide).exp()[:, None, None]
             error = v[b, t].to(wide) - torch.einsum("hkv,hk->hv", S, k_t)
             S = S + torch.einsum("h,hk,hv->hkv", beta[b, t].to(wide), k_t, error)
-            rows[b].append(scale * torch.einsum("hkv,hk->hv", S, q_t)[None])
+            rows[b].append(scale * torch.einsum("hkv,hk->hv", S, q_t))
         states.append(S)
-    for b in range(q.shape[0]):
-        rows[b].append(v.new_zeros(q.shape[1] - sum(map(len, rows[b])), *v.shape[2:], dtype=wide))
-    return torch.stack([torch.cat(row) for row in rows]).to(v.dtype), torch.stack(states)
+    tails = [v.new_zeros(q.shape[1] - len(row), *v.shape[2:], dtype=wide) for row in rows]
+    outputs = [torch.cat([torch.stack(row), tail]) if row else tail for row, tail in zip(rows, tails, strict=True)]
+    return torch.stack(outputs).to(v.dtype), torch.stack(states)
 
 
 def chunked_forward(
@@ -85,25 +74,24 @@ def chunked_forward(
 
     Args:
         q, k: [T, H, K], v: [T, HV, V], g, beta: [T, HV]: the tokens of all rows, one after another.
-        state: [N, HV, K, V] in the layout's order of documents: the initial states, and afterwards the final ones.
-        inverses, starts: filled with what the backward pass needs of every chunk: X [chunks, HV, C, C] and the state at
-            its start [chunks, HV, K, V].
+        state: [N HV, K, V] in the layout's order of documents: the initial states, and afterwards the final ones.
+        inverses, starts: filled with what the backward pass needs of every chunk and head: X [chunks HV, C, C] and the
+            state at the chunk's start [chunks HV, K, V].
         layout: the chunks of these tokens.
     """
     o = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    for rows, steps in _segments(layout, v.shape[1]):
-        c = _load(q, k, v, g, beta, scale, layout.tokens[rows], layout.is_token[rows], state.dtype)
-        X = inverses[rows] = _inverse(c.beta * c.gated_kk)
+    for run in _runs(layout, v.shape[1]):
+        c = _load(q, k, v, g, beta, scale, run, state.dtype)
+        X, S0 = inverses[run.rows], starts[run.rows]
+        X.copy_(_inverse(c.beta * c.gated_kk))
         vd = X @ (c.beta * c.v)
         read = X @ (c.beta * c.decay * c.k)
         write = (c.rest * c.k).mT
-        for at, active in steps:
-            S = state[:active]
-            starts[rows][at] = S
-            vd[at] -= read[at] @ S
-            S.mul_(c.total[at]).add_(write[at] @ vd[at])
-        out = (c.decay * c.q) @ starts[rows] + c.gated_qk @ vd
-        _scatter(out, o, layout, rows)
+        for at, active in run.steps:
+            S = S0[at].copy_(state[:active])
+            vd[at].baddbmm_(read[at], S, alpha=-1)
+            torch.mul(S, c.total[at], out=state[:active]).baddbmm_(write[at], vd[at])
+        _scatter(((c.decay * c.q) @ S0).baddbmm_(c.gated_qk, vd), o, run)
     return o
 
 
@@ -123,32 +111,32 @@ def chunked_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, g, beta.
 
-    `dstate` [N, HV, K, V], in the layout's order, is the gradient of the final states, and afterwards that of the initial
+    `dstate` [N HV, K, V], in the layout's order, is the gradient of the final states, and afterwards that of the initial
     ones; the other arguments are those of the forward pass.
     """
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
-    for rows, steps in reversed(list(_segments(layout, v.shape[1]))):
-        c = _load(q, k, v, g, beta, scale, layout.tokens[rows], layout.is_token[rows], dstate.dtype)
-        X, S = inverses[rows], starts[rows]
-        dO = _gather(do, layout.tokens[rows], layout.is_token[rows], dstate.dtype)
+    for run in reversed(list(_runs(layout, v.shape[1]))):
+        c = _load(q, k, v, g, beta, scale, run, dstate.dtype)
+        X, S0 = inverses[run.rows], starts[run.rows]
+        dO = _gather(do, run, dstate.dtype)
         read = X @ (c.beta * c.decay * c.k)
-        dvd = c.gated_qk.mT @ dO
-        dS = (c.decay * c.q).mT @ dO
         rest_k = c.rest * c.k
-        dS_end = torch.empty_like(S)
-        for at, active in reversed(steps):
-            carried = dstate[:active]
-            dS_end[at] = carried
-            dvd[at] += rest_k[at] @ carried
-            carried.mul_(c.total[at]).add_(dS[at]).sub_(read[at].mT @ dvd[at])
-        for grad, part in zip(grads, _chunk_gradients(c, X, S, dO, dvd, dS_end, scale), strict=True):
-            _scatter(part, grad, layout, rows)
+        dvd = c.gated_qk.mT @ dO
+        dS0 = (c.decay * c.q).mT @ dO
+        dS = torch.empty_like(S0)  # of the states at the chunks' ends
+        for at, active in reversed(run.steps):
+            carried = dS[at].copy_(dstate[:active])
+            dvd[at].baddbmm_(rest_k[at], carried)
+            dstate[:active].mul_(c.total[at]).add_(dS0[at]).baddbmm_(read[at].mT, dvd[at], alpha=-1)
+        for grad, part in zip(grads, _chunk_gradients(c, X, S0, dO, dvd, dS), strict=True):
+            _scatter(part, grad, run)
+    grads[0] *= scale
     return grads
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Chunks of one segment, [chunks, HV, C, ...] in the wide dtype; rows that hold no token are 0."""
+    """Chunks times value heads, [.., C, ...] in the wide dtype; rows that hold no token are 0."""
 
     q: Tensor  # scaled
     k: Tensor
@@ -162,81 +150,88 @@ class _Chunks:
     gated_kk: Tensor  # tril(K K^T * G, -1)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive chunks of a layout that are worked on at once.
+
+    Attributes:
+        rows: the chunks, times value heads, within the layout.
+        steps: for each step of the states its chunks, times value heads, within the run, and how many states take part.
+        tokens: [chunks C] token indices. padding, kept: which of them hold no token, and which do; None where all do.
+    """
+
+    rows: slice
+    steps: list[tuple[slice, int]]
+    tokens: Tensor
+    padding: Tensor | None
+    kept: Tensor | None
+
+
+def _runs(layout: ChunkLayout, heads: int) -> Iterator[_Run]:
+    first, end = 0, 0
+    steps: list[tuple[slice, int]] = []
+    for place, active in enumerate(layout.active):
+        steps.append((slice((end - first) * heads, (end - first + active) * heads), active * heads))
+        end += active
+        if (end - first) * heads >= RUN or place == len(layout.active) - 1:
+            is_token = layout.is_token[first:end].flatten()
+            padding, kept = (None, None) if layout.is_full else ((~is_token).nonzero()[:, 0], is_token.nonzero()[:, 0])
+            yield _Run(slice(first * heads, end * heads), steps, layout.tokens[first:end].flatten(), padding, kept)
+            first, steps = end, []
+
+
 def _load(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    tokens: Tensor,
-    is_token: Tensor,
-    wide: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, run: _Run, wide: torch.dtype
 ) -> _Chunks:
     group = v.shape[1] // q.shape[1]
-    Q, K, V, a, b = (_gather(x, tokens, is_token, wide) for x in (q, k, v, g, beta))
-    Q = Q * scale
+    Q, K, V, a, b = (_gather(x, run, wide) for x in (q, k, v, g, beta))
+    Q *= scale
     # A gate whose exponential is 0 may as well be the largest such: long sums then keep their low bits.
-    lowest = -746.0 if wide == torch.float64 else -104.0
-    total = a.clamp_min(lowest).double().cumsum(-1)
-    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
-    G = (total[..., :, None] - total[..., None, :]).to(wide).masked_fill_(above, float("-inf")).exp_()
-    decay = total.to(wide).exp()[..., None]
+    sums = a.clamp_min(-746.0 if wide == torch.float64 else -104.0).double().cumsum(-1)
+    above = torch.full((CHUNK, CHUNK), float("-inf"), dtype=wide, device=v.device).triu(1)
+    G = (sums[..., :, None] - sums[..., None, :]).to(wide).add_(above).exp_()
+    decay = sums.to(wide).exp()[..., None]
     return _Chunks(
-        q=_to_value_heads(Q, group),
-        k=_to_value_heads(K, group),
+        q=_repeat(Q, group),
+        k=_repeat(K, group),
         v=V,
         beta=b[..., None],
         decay=decay,
         rest=G[..., -1, :, None],
         total=decay[..., -1:, :],
         G=G,
-        gated_qk=_to_value_heads(Q @ K.mT, group) * G,
-        gated_kk=(_to_value_heads(K @ K.mT, group) * G).tril_(-1),
+        gated_qk=_repeat(Q @ K.mT, group) * G,
+        gated_kk=(_repeat(K @ K.mT, group) * G).tril_(-1),
     )
 
 
 def _chunk_gradients(
-    c: _Chunks, X: Tensor, S: Tensor, dO: Tensor, dvd: Tensor, dS_end: Tensor, scale: float
+    c: _Chunks, X: Tensor, S0: Tensor, dO: Tensor, dvd: Tensor, dS: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg, dbeta of the chunks, all per value head, once the states' gradients are known."""
-    U = c.k @ S
-    W = c.v - c.decay * U
+    """dq (before the scale), dk, dv, dg, dbeta of the chunks, per value head, once the states' gradients are known."""
+    U = c.k @ S0
+    W = torch.addcmul(c.v, c.decay, U, value=-1)
     vd = X @ (c.beta * W)
     dY = X.mT @ dvd
     dL = (dY @ vd.mT).tril_(-1).neg_()
-    dW = c.beta * dY
     dbeta = (dY * W).sum(-1) + (dL * c.gated_kk).sum(-1)
-
-    dU = -c.decay * dW
-    dP = dO @ vd.mT
-    dq_state = c.decay * (dO @ S.mT)
-    dk_state = c.rest * (vd @ dS_end.mT)
+    dW = dY.mul_(c.beta)
     dL *= c.beta
-    by_gate = dP * c.gated_qk + dL * c.gated_kk
+    dP = dO @ vd.mT
+    by_gate = (dP * c.gated_qk).addcmul_(dL, c.gated_kk)
     dP *= c.G
     dL *= c.G
-    dq = dq_state + dP @ c.k
-    dk = dk_state + dU @ S.mT + dP.mT @ c.q + (dL + dL.mT) @ c.k
 
-    to_end = (c.k * dk_state).sum(-1)
-    da = (dU * U).sum(-1) + (c.q * dq_state).sum(-1) - to_end + by_gate.sum(-1) - by_gate.sum(-2)
-    da[..., -1] += to_end.sum(-1) + (c.total * dS_end * S).sum((-2, -1))
-    return dq * scale, dk, dW, da.flip(-1).cumsum(-1).flip(-1), dbeta
+    dU = -c.decay * dW
+    dq = (dO @ S0.mT).mul_(c.decay)
+    dk = (vd @ dS.mT).mul_(c.rest)
+    to_end = (c.k * dk).sum(-1)
+    da = (dU * U).sum(-1) + (c.q * dq).sum(-1) - to_end + by_gate.sum(-1) - by_gate.sum(-2)
+    da[..., -1] += to_end.sum(-1) + (S0 * dS).sum((-2, -1)) * c.total[..., 0, 0]
 
-
-def _segments(layout: ChunkLayout, heads: int) -> Iterator[tuple[slice, list[tuple[slice, int]]]]:
-    """Runs of chunks to work on at once: their rows, and for every step its rows within the run and its active documents."""
-    first, end = 0, 0
-    steps: list[tuple[slice, int]] = []
-    for active in layout.active:
-        steps.append((slice(end - first, end - first + active), active))
-        end += active
-        if (end - first) * heads >= SEGMENT:
-            yield slice(first, end), steps
-            first, steps = end, []
-    if steps:
-        yield slice(first, end), steps
+    dq.baddbmm_(dP, c.k)
+    dk.baddbmm_(dU, S0.mT).baddbmm_(dP.mT, c.q).baddbmm_(dL + dL.mT, c.k)
+    return dq, dk, dW, da.flip(-1).cumsum(-1).flip(-1), dbeta
 
 
 def _inverse(L: Tensor) -> Tensor:
@@ -245,21 +240,25 @@ def _inverse(L: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(L, eye.expand_as(L), upper=False, unitriangular=True)
 
 
-def _gather(x: Tensor, tokens: Tensor, is_token: Tensor, wide: torch.dtype) -> Tensor:
-    """[T, heads, ...] -> [chunks, heads, C, ...] with 0 where there is no token."""
-    rows = x.index_select(0, tokens.flatten()).to(wide)
-    rows = rows.masked_fill_(~is_token.flatten().view(-1, *[1] * (x.dim() - 1)), 0)
-    return rows.unflatten(0, tokens.shape).transpose(1, 2).contiguous()
+def _gather(x: Tensor, run: _Run, wide: torch.dtype) -> Tensor:
+    """[T, heads, ...] -> [chunks heads, C, ...] with 0 where there is no token; a copy."""
+    rows = x.index_select(0, run.tokens)
+    if run.padding is not None:
+        rows.index_fill_(0, run.padding, 0)
+    chunks = rows.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    return chunks.to(wide, memory_format=torch.contiguous_format, copy=True).flatten(0, 1)
 
 
-def _scatter(chunks: Tensor, out: Tensor, layout: ChunkLayout, rows: slice) -> None:
-    """Write [chunks, HV, C, ...] to the tokens of `out` [T, heads, ...], summed over the value heads of a key head."""
-    heads = out.shape[1]
-    if heads != chunks.shape[1]:
-        chunks = chunks.unflatten(1, (heads, -1)).sum(2)
-    is_token = layout.is_token[rows]
-    out[layout.tokens[rows][is_token]] = chunks.transpose(1, 2)[is_token].to(out.dtype)
+def _scatter(chunks: Tensor, out: Tensor, run: _Run) -> None:
+    """Write [chunks HV, C, ...] to the tokens of `out` [T, heads, ...], summed over the value heads of a key head."""
+    chunks = chunks.unflatten(0, (len(run.tokens) // CHUNK, out.shape[1], -1))
+    rows = chunks.sum(2).transpose(1, 2).flatten(0, 1).to(out.dtype)
+    if run.kept is None:
+        out.index_copy_(0, run.tokens, rows)
+    else:
+        out.index_copy_(0, run.tokens[run.kept], rows[run.kept])
 
 
-def _to_value_heads(x: Tensor, group: int) -> Tensor:
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+def _repeat(x: Tensor, group: int) -> Tensor:
+    """Every key head once for each of its value heads."""
+    return x if group == 1 else x.repeat_interleave(group, dim=0)
