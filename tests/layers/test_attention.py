@@ -15,7 +15,8 @@ from qla_megatron.data.zigzag import zigzag_index
 from qla_megatron.layers.attention import CoreAttention, attend_dense, attend_packed
 from qla_megatron.testing.distributed import run_ranks
 
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}
+# float32: scores of some tens, as a large scale makes them, lose a digit in the softmax.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 8e-3}
 DOCUMENTS = [8, 0, 24, 64, 32]  # an empty one; one whose piece is a single token at 4 ranks
 TOKENS = sum(DOCUMENTS)
 
