@@ -20,7 +20,7 @@ from qla_megatron.layers.hf_weights import (
     merge_tensor_parallel,
     split_over_tensor_parallel,
 )
-from qla_megatron.layers.spec import gpt_block_spec
+from qla_megatron.layers.spec import gpt_block_spec, mtp_block_spec
 from qla_megatron.testing.distributed import run_ranks
 
 # Every size differs from every other, where the model allows it; two value heads a key head, three query heads a group.
@@ -257,7 +257,9 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected))
 
 
-def megatron_config(config: dict[str, Any], tensor_parallel: int, sequence_parallel: bool) -> TransformerConfig:
+def megatron_config(
+    config: dict[str, Any], tensor_parallel: int, sequence_parallel: bool, mtp_layers: int = 0
+) -> TransformerConfig:
     """The configuration that Qwen models need in Megatron, as a recipe sets it by flags."""
     experts: dict[str, Any] = {}
     if "num_experts" in config:
@@ -304,10 +306,46 @@ def megatron_config(config: dict[str, Any], tensor_parallel: int, sequence_paral
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         params_dtype=torch.float32,
+        mtp_num_layers=mtp_layers or None,
         tensor_model_parallel_size=tensor_parallel,
         sequence_parallel=sequence_parallel,
         **experts,
     )
+
+
+def megatron_model(layout: Layout, config: dict[str, Any], settings: TransformerConfig) -> GPTModel:
+    return GPTModel(
+        config=settings,
+        transformer_layer_spec=gpt_block_spec(settings),
+        mtp_block_spec=mtp_block_spec(settings),
+        vocab_size=layout.padded_vocab_size,
+        max_sequence_length=256,
+        position_embedding_type="rope",
+        rotary_percent=config["rope_parameters"]["partial_rotary_factor"],
+        rotary_base=config["rope_parameters"]["rope_theta"],
+    ).eval()
+
+
+def shapes_of_built_models(splits_experts: bool) -> None:
+    """On a rank: the converted tensors have the names and shapes of a built model's, MTP layers too."""
+    ranks, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    for kind in KINDS:
+        hf, config = tensors_of(kind)
+        layout = layout_from_hf(config, hf)
+        shard = split_over_tensor_parallel(hf_to_megatron(hf, layout), layout, ranks, splits_experts=splits_experts)[
+            rank
+        ]
+        built = megatron_model(layout, config, megatron_config(config, ranks, False, mtp_layers=1)).state_dict()
+        expected = {name: t.shape for name, t in built.items() if not name.endswith("_extra_state")}
+        assert {name: tensor.shape for name, tensor in shard.items()} == expected
+
+
+@pytest.mark.parametrize("splits_experts", [False, True])
+def test_names_and_shapes_are_those_of_the_model(splits_experts: bool) -> None:
+    run_ranks(shapes_of_built_models, 2, splits_experts, expert_tensor_parallel=2 if splits_experts else 1)
 
 
 def megatron_logits(
@@ -323,16 +361,7 @@ def megatron_logits(
         parallel_state.get_tensor_model_parallel_rank(),
     )
     layout = layout_from_hf(config, hf)
-    settings = megatron_config(config, ranks, sequence_parallel)
-    model = GPTModel(
-        config=settings,
-        transformer_layer_spec=gpt_block_spec(settings),
-        vocab_size=layout.padded_vocab_size,
-        max_sequence_length=tokens.shape[1],
-        position_embedding_type="rope",
-        rotary_percent=config["rope_parameters"]["partial_rotary_factor"],
-        rotary_base=config["rope_parameters"]["rope_theta"],
-    ).eval()
+    model = megatron_model(layout, config, megatron_config(config, ranks, sequence_parallel))
     state = hf_to_megatron(hf, layout)
     shard = split_over_tensor_parallel(state, layout, ranks, splits_experts=splits_experts)[rank]
     missing, unexpected = model.load_state_dict(shard, strict=False)
