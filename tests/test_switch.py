@@ -48,8 +48,8 @@ def test_enable_and_disable(caplog: pytest.LogCaptureFixture) -> None:
             assert switch.is_enabled()
             assert gpt_module() is hybrid_module() is GatedDeltaNet
     assert [record.getMessage() for record in caplog.records] == [
-        "megatron.core.ssm.gated_delta_net.gdn.GatedDeltaNet replaced by qla_megatron.layers.gated_delta_net.GatedDeltaNet "
-        "in Megatron's GPT and hybrid layer specs"
+        "megatron.core.ssm.gated_delta_net.gdn.GatedDeltaNet replaced by "
+        "qla_megatron.layers.gated_delta_net.GatedDeltaNet in Megatron's GPT and hybrid layer specs"
     ]
     assert hybrid_layer_specs.hybrid_stack_spec.submodules.gdn_layer.submodules.self_attention.submodules is submodules
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Parameters that stay float32 in a half-precision model.
+"""Parameters that stay float32 in a half-precision model, and Megatron's optimizer that has to save them.
 
 Megatron wraps a model with `module.bfloat16()`, and users call `.half()` or `.to(dtype)`: all of them end in
 `torch.nn.Module._apply` with a function from tensor to tensor. In bfloat16 the decay exp(A_log) is off by up to 0.4 %,
@@ -8,9 +8,17 @@ The sharded form of the layer's parameters needs nothing here: the layer inherit
 checkpoints of both are the same by construction. Loading casts to the dtype of the parameter.
 """
 
+import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+    optim_state_to_sharding_state,
+)
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
 def keep_float32(
@@ -34,3 +42,54 @@ def to_float32(parameter: torch.nn.Parameter) -> None:
     """Widen a half-precision parameter in place; its identity and the attributes that Megatron set on it stay."""
     if parameter.dtype.itemsize < 4:
         parameter.data = parameter.data.float()
+
+
+@functools.cache
+def let_megatron_save_float32_parameters() -> None:
+    """Work around a fault of megatron-core 0.19 in Float16OptimizerWithFloat16Params.sharded_state_dict, once.
+
+    This optimizer (half precision without the distributed optimizer) trains float32 parameters beside half-precision
+    ones, but looks for the sharded form of the half-precision ones alone: "Param id 4 does not match any model sharded
+    param". Models without float32 parameters keep Megatron's method.
+    """
+    megatrons = Float16OptimizerWithFloat16Params.sharded_state_dict
+
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> Any:
+        if not any(self.fp32_from_fp32_groups):
+            return megatrons(self, model_sharded_state_dict, is_loading, metadata)
+        return _sharded_state_dict(self, model_sharded_state_dict, is_loading)
+
+    Float16OptimizerWithFloat16Params.sharded_state_dict = sharded_state_dict
+
+
+def _sharded_state_dict(optimizer: Any, model_sharded_state_dict: Any, is_loading: bool) -> Any:
+    """As Megatron's method, over all parameters in the optimizer's order.
+
+    A float32 parameter is its own master copy. It is saved as one, too, as Megatron's half-precision layer has one;
+    loading leaves it out, since the list is then longer than the optimizer's list of masters.
+    """
+    if is_loading:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    groups = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
+    model_of = {main: model for mains, models in groups for main, model in zip(mains, models, strict=True)}
+    mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
+    sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, [model_of.get(main, main) for main in mains])
+    number = {main: n for n, main in enumerate(mains)}
+
+    state = optimizer.state_dict()
+    both = zip(optimizer.fp32_from_float16_groups, optimizer.fp32_from_fp32_groups, strict=True)
+    state["fp32_from_fp16_params"] = [
+        [
+            # Cloned: what is loaded for a parameter comes with the model, not with the copy that is left out.
+            make_sharded_optimizer_tensor(sharded[number[p]], p.detach().clone(), "optimizer.state.fp32_param")
+            for p in (*of_half, *of_full)
+        ]
+        for of_half, of_full in both
+    ]
+    step = optimizer._extract_common_per_param_step(state["optimizer"])
+    optim_state_to_sharding_state(state["optimizer"], sharded, exclude_keys=("step",))
+    if step:
+        state["optimizer"]["state"]["common_step"] = step
+    return state

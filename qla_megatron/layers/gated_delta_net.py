@@ -29,7 +29,7 @@ from torch import Tensor
 from qla_megatron.kernels.causal_conv1d import causal_conv1d
 from qla_megatron.kernels.gated_delta_rule import chunk_gated_delta_rule
 from qla_megatron.kernels.gated_norm import gated_rms_norm
-from qla_megatron.layers.checkpoint import keep_float32, to_float32
+from qla_megatron.layers.checkpoint import keep_float32, let_megatron_save_float32_parameters, to_float32
 from qla_megatron.layers.context_parallel import slice_sections, to_head_shards, to_sequence_shards
 from qla_megatron.layers.packing import checked_offsets, document_offsets
 from qla_megatron.layers.projections import PROJECTION_PARTS, HeadSizes, split_over_ranks
@@ -110,6 +110,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             submodules.out_norm, config=config, hidden_size=self.value_head_dim, eps=config.layernorm_epsilon
         )
         to_float32(self.out_norm.weight)
+        let_megatron_save_float32_parameters()
         self.out_proj = build("out_proj", submodules.out_proj, self.v_dim, self.hidden_size)
         self.recompute_norm_out = (
             config.recompute_granularity == "selective" and "gdn_norm_out" in config.recompute_modules

@@ -27,7 +27,7 @@ from qla_megatron.testing.distributed import run_ranks
 
 FLOAT32 = {"A_log", "dt_bias", "out_norm.weight"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
-TOKENS = 64
+TOKENS, PREFIX = 64, "decoder.layers.0.self_attention."
 
 
 class Training:
@@ -59,7 +59,7 @@ class Training:
 
     def sharded(self, is_loading: bool) -> dict[str, object]:
         """Model and optimizer as Megatron saves them."""
-        model = self.layer.sharded_state_dict(prefix="decoder.layers.0.self_attention.")
+        model = self.layer.sharded_state_dict(prefix=PREFIX)
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(dict(model), is_loading=is_loading)}
 
     def state(self) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def _save(folder: Path, bf16: bool) -> None:
 def _load(folder: Path, bf16: bool) -> None:
     training = Training(bf16, seed=7)
     loaded = dist_checkpointing.load(training.sharded(is_loading=True), str(folder / "sharded"))
-    training.layer.load_state_dict(loaded["model"])
+    training.layer.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in loaded["model"].items()})
     training.optimizer.load_state_dict(loaded["optimizer"])
     whole = torch.load(folder / "whole.pt")
     state = training.state()

@@ -27,7 +27,7 @@ TOKENS = sum(DOCUMENTS)
 
 
 def zigzag(tokens: Tensor, lengths: list[int], rank: int, ranks: int) -> Tensor:
-    """The tokens that a context parallel rank holds: of each document cut in 2 `ranks` pieces, number r and 2 ranks-1-r."""
+    """The tokens that a context parallel rank holds: of each document's 2 `ranks` pieces, the r-th from either end."""
     held = []
     for document in tokens.split(lengths):
         pieces = document.chunk(2 * ranks)

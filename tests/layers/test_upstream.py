@@ -1,7 +1,7 @@
 """Megatron's own layer and ours: the same outputs and gradients from one checkpoint, either way round.
 
-Megatron's layer runs on its torch rule (deterministic mode). That needs flash-linear-attention for one function, the l2norm
-of queries and keys, which this file stands in for.
+Megatron's layer runs on its torch rule (deterministic mode). Even that needs flash-linear-attention for one function,
+the l2norm of queries and keys, which this file stands in for.
 """
 
 from pathlib import Path
@@ -85,7 +85,6 @@ def _load_both(folder: Path, bf16: bool) -> None:
         assert torch.equal(parameter, states[1][name].to(parameter.dtype)), name
     megatron, ours = results
     for name, expected in megatron.items():
-        # bfloat16 parameters are compared in float32 after loading; ours keeps more of A_log and out_norm if it has more.
         assert_close(ours[name], expected, TOLERANCE, name)
 
 
