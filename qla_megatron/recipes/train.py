@@ -26,7 +26,7 @@ def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
     if rank == 0:
         (folder / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)), encoding="utf-8")
     progress = Progress(recipe, folder, sys.stdout, speaks=rank == world - 1)
-    stopped = None
+    stopped, had_group = None, torch.distributed.is_initialized()
     with _megatron_output_in(folder / f"megatron.rank{rank}.log"):
         if recipe.parallel.device == "cpu":
             from qla_megatron.testing.platform import use_cpu
@@ -42,7 +42,7 @@ def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
             stopped = "Stopped"
     progress.flush()
     _say_goodbye(recipe, name, progress, hooks, stopped or "Finished")
-    if torch.distributed.is_initialized():
+    if not had_group and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
@@ -87,6 +87,9 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
             PackedDataset, samples, lambda: parallel_state.get_tensor_model_parallel_rank() == 0, config
         )
         training, hooks.held_out, _ = builder.build()
+        args.consumed_valid_samples = (
+            0  # the hooks read the held-out set from its beginning, Megatron would go on in it
+        )
         return training, hooks.held_out, None
 
     provide.is_distributed = True  # type: ignore[attr-defined]
