@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -127,18 +128,15 @@ def describe(statistics: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def histogram(lengths: Any) -> Table:
+def histogram(lengths: np.ndarray) -> Table:
     """Documents and their share of the tokens, by powers of two of the length."""
     table = Table("tokens a document", "documents", "share of tokens", "")
-    bins = [max(int(length), 1).bit_length() - 1 for length in lengths]
-    totals: dict[int, list[int]] = {k: [0, 0] for k in range(min(bins), max(bins) + 1)}
-    for k, length in zip(bins, lengths, strict=True):
-        totals[k][0] += 1
-        totals[k][1] += int(length)
-    tallest, tokens = max(count for count, _ in totals.values()), max(sum(count for _, count in totals.values()), 1)
-    for k, (count, share) in totals.items():
-        bar = "█" * round(30 * count / tallest)
-        table.add_row(f"{2**k:,} to {2 ** (k + 1) - 1:,}", f"{count:,}", f"{share / tokens:.1%}", bar)
+    exponents = np.frexp(np.maximum(lengths, 1))[1] - 1
+    counts, tokens = np.bincount(exponents), np.bincount(exponents, weights=lengths)
+    for k in range(exponents.min(), len(counts)):
+        bar = "█" * round(20 * counts[k] / counts.max())
+        share = tokens[k] / max(tokens.sum(), 1)
+        table.add_row(f"{2**k:,} to {2 ** (k + 1) - 1:,}", f"{counts[k]:,}", f"{share:.1%}", bar)
     return table
 
 
@@ -147,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     try:
         (inspect_dataset if options.inspect else make_dataset)(options, console)
-    except (ValueError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         print(f"pack_dataset: {error}", file=sys.stderr)
         return 2
     return 0

@@ -47,7 +47,7 @@ def test_text_to_dataset_to_statistics(tool: ModuleType, tmp_path: Path, capsys:
 def test_jsonl_in_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": f"line {i}"}) + "\n" for i in range(5)))
     command = [sys.executable, str(TOOL), "--jsonl", "a.jsonl", "--key", "body", "--workers", "2", "--out", "d"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert texts_of(tmp_path / "d") == [f"line {i}" for i in range(5)]
 
@@ -67,6 +67,7 @@ def test_faults_are_one_line(tool: ModuleType, tmp_path: Path, capsys: pytest.Ca
         "no .bin and .idx there": ["--inspect", str(tmp_path / "none")],
         "multiple of align=64, got 100": ["--inspect", str(tmp_path / "d"), "--seq-length", "100"],
         "tokenizer must be 'byte'": [*make, "--overwrite", "--tokenizer", "bpe"],
+        "No such file": ["--jsonl", str(tmp_path / "none"), "--out", str(tmp_path / "e")],
         "paths must exist": ["--text", str(tmp_path / "none"), "--out", str(tmp_path / "e")],
     }
     for message, arguments in faults.items():
