@@ -1,4 +1,4 @@
-"""The ops: gated delta rule, causal convolution, gated norm. Torch and TileLang alone; importing them touches no GPU."""
+"""The ops: gated delta rule, causal convolution, gated norm. Importing them touches no GPU."""
 
 from .causal_conv1d import causal_conv1d
 from .gated_delta_rule import (

@@ -1,10 +1,11 @@
 """Argument errors of every op: what is named, what was expected, what came.
 
-ValueError for a shape or a value, TypeError for a type or dtype; NotImplementedError, for what is valid but unsupported, is raised
-where the support ends.
+ValueError for a shape or a value, TypeError for a type or dtype; NotImplementedError, for what is valid but
+unsupported, is raised where the support ends.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def check_offset_values(offsets: Sequence[int], tokens: int) -> None:
     """Demand offsets that start at 0, never decrease and end within the tokens that there are."""
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for n, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             raise ValueError(f"cu_seqlens must not decrease, got {start} then {end} at document {n}")
     if offsets[-1] > tokens:

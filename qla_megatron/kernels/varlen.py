@@ -1,7 +1,7 @@
 """Documents to tokens and to chunks.
 
 `token_places` and `valid_tokens` work on the device, without host reads. `lay_out_chunks` makes the reference's table
-of chunks on the host. Every document is cut into chunks from its own first token on, so that no chunk holds two documents.
+of chunks on the host. A document is cut into chunks from its own first token on: no chunk holds two documents.
 """
 
 from collections.abc import Sequence

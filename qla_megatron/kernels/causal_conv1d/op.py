@@ -17,17 +17,17 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """y_t = activation(bias + sum_j weight[:, j] x_{t-W+1+j}) per channel, within each document; differentiable.
 
-    Before a document's first token lies its initial state, or 0. Computes in float32 (float64 if x is float64). Tokens after
-    the last document's end get outputs and gradients of exactly 0. Plain torch on every device, without host reads: the
-    values of cu_seqlens aren't checked.
+    Before a document's first token lies its initial state, or 0. Computes in float32 (float64 if x is float64). Tokens
+    after the last document's end get outputs and gradients of exactly 0. Plain torch on every device, without host
+    reads: the values of cu_seqlens aren't checked.
 
     Args:
         x: [B, T, D] in bfloat16, float16, float32 or float64.
         weight: [D, W]; the last column meets the token itself, as in `torch.nn.Conv1d` with padding W - 1.
         bias: [D] or None.
         activation: "silu" (or its other name "swish") or None.
-        initial_state: [N, D, W-1], the W - 1 inputs before each document's first token, oldest first; N = B, or the number
-            of documents.
+        initial_state: [N, D, W-1], the W - 1 inputs before each document's first token, oldest first; N = B, or the
+            number of documents.
         output_final_state: whether to return the last W - 1 inputs of each document, the initial state's among them
             where the document is shorter.
         cu_seqlens: [N+1] int32 or int64 offsets of documents packed into one row (B = 1); documents may be empty.
@@ -36,7 +36,7 @@ def causal_conv1d(
         y [B, T, D] in x's dtype, and the final states [N, D, W-1] in x's dtype, or None.
     """
     check_shape("x", x, B=None, T=None, D=None)
-    B, T, D = x.shape
+    B, _, D = x.shape
     check_dtype("x", x)
     check_shape("weight", weight, D=D, W=None)
     if weight.shape[1] == 0:

@@ -30,7 +30,7 @@ def causal_conv1d(
     document, _ = token_places(cu_seqlens, T)
     before = torch.arange(W - 1, device=x.device)
     index = torch.arange(T, device=x.device)
-    # Document n's state begins at row cu_seqlens[n] + n (W - 1); tokens after the last document are 0 and lie at the end.
+    # Document n's state begins at row cu_seqlens[n] + n (W - 1); tokens after the last document become 0, at the end.
     is_token = (document < N)[:, None]
     token_row = index + (W - 1) * (document + 1).clamp_max(N)
     state_row = (cu_seqlens[:-1, None] + (W - 1) * torch.arange(N, device=x.device)[:, None] + before).flatten()

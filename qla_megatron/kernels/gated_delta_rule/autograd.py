@@ -1,7 +1,7 @@
 """The torch.library ops beneath the public ones: what is saved, which gradients exist.
 
-Both ops have fakes, so that torch.compile and torch.export pass through without a graph break, and the forward op has its
-backward registered. Neither is meant to be called directly.
+Both ops have fakes, so that torch.compile and torch.export pass through without a graph break, and the forward op has
+its backward registered. Neither is meant to be called directly.
 """
 
 from typing import Any

@@ -40,7 +40,7 @@ def forward(
     if initial_state is None:
         state = starts.new_zeros(len(layout.order), *starts.shape[1:])
     else:
-        state = initial_state.to(starts.dtype)[layout.order]
+        state = initial_state.to(starts.dtype).index_select(0, layout.order)
     with torch.autocast(v.device.type, enabled=False):
         o = reference.chunked_forward(
             *(x.flatten(0, 1) for x in (q, k, v, g, beta)),
@@ -72,7 +72,7 @@ def backward(
     if dht is None:
         dstate = starts.new_zeros(len(layout.order), *starts.shape[1:])
     else:
-        dstate = dht.to(starts.dtype)[layout.order]
+        dstate = dht.to(starts.dtype).index_select(0, layout.order)
     inputs = (q, k, v, g, beta)
     with torch.autocast(v.device.type, enabled=False):
         grads = reference.chunked_backward(

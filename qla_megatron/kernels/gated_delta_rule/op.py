@@ -56,14 +56,16 @@ def chunk_gated_delta_rule(
 
         S_t = exp(g_t) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = scale S_t^T q_t
 
-    Names, order, shapes, defaults and meaning of the parameters are those of flash-linear-attention 0.6. Value head h reads
-    key head h // (HV / H). Rows after the last document's end get outputs and gradients of exactly 0, whatever they hold.
+    Names, order, shapes, defaults and meaning of the parameters are those of flash-linear-attention 0.6. Value head h
+    reads key head h // (HV / H). Tokens after the last document's end get outputs and gradients of exactly 0, whatever
+    they hold.
 
     Args:
         q, k: [B, T, H, K] in bfloat16, float16, float32 or float64.
         v: [B, T, HV, V] in the same dtype; H divides HV.
-        g: [B, T, HV] natural logarithm of the decay, at most 0. Summed in float32, to which 16-bit values are converted (in
-            float64 if v is float64); compute it in float32, for 16-bit rounding of a weak decay adds up over long documents.
+        g: [B, T, HV] natural logarithm of the decay, at most 0. Any of these dtypes; converted to float32 (float64 if v
+            is float64) before anything is summed. Better computed in float32: rounding a weak decay to 16 bits adds
+            up over long documents.
         beta: [B, T, HV] strength of the writes; converted like g.
         scale: of the outputs; K ** -0.5 if None.
         initial_state: [N, HV, K, V], N = B, or the number of documents; converted like g. None is 0.
@@ -72,8 +74,8 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: `beta` holds logits, sigmoid(beta) is used.
         allow_neg_eigval: 2 sigmoid(beta) is used; only with `use_beta_sigmoid_in_kernel`.
         state_v_first: the states, in and out, are [N, HV, V, K].
-        cu_seqlens: [N+1] int32 or int64, on q's device: offsets of documents packed into one row (B = 1). They start at 0
-            and don't decrease; a document may be empty; the last may be less than T.
+        cu_seqlens: [N+1] int32 or int64, on q's device: offsets of documents packed into one row (B = 1). They start at
+            0 and don't decrease; a document may be empty; the last may be less than T.
         cu_seqlens_cpu: a copy of cu_seqlens on the host; saves the reference a read of the device.
         chunk_indices: accepted for compatibility and not needed.
         cp_context: not supported: context parallelism exchanges heads in the layer.
@@ -81,10 +83,10 @@ def chunk_gated_delta_rule(
         A_log: [HV]; with `use_gate_in_kernel`, required.
         dt_bias: [HV]; with `use_gate_in_kernel`, optional.
         chunk_size: 64.
-        auto_cp: let the kernels split long documents over the multiprocessors of one device; the result is the same up to
-            rounding. The reference doesn't split.
-        backend: "reference" (plain torch, any device, any K and V), "tilelang" (fused kernels), or "auto": the reference for
-            CPU tensors, the kernels for CUDA tensors. No backend stands in for another.
+        auto_cp: let the kernels split long documents over the multiprocessors of one device; the result is the same up
+            to rounding. The reference doesn't split.
+        backend: "reference" (plain torch, any device, any K and V), "tilelang" (fused kernels), or "auto": the
+            reference for CPU tensors, the kernels for CUDA tensors. No backend stands in for another.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final states [N, HV, K, V] in float32 (float64 if v is float64), or None.
@@ -183,8 +185,10 @@ def chunk_gated_delta_rule_fwd(
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """The forward pass without autograd, for callers with a backward pass of their own.
 
-    Args: as in `chunk_gated_delta_rule`, save that nothing is transformed, that g, beta and initial_state must be float32
-        (float64 if v is float64), and that states are [N, HV, K, V].
+    Arguments are those of `chunk_gated_delta_rule`, save that nothing is transformed, that g, beta and initial_state
+    must be float32 (float64 if v is float64), and that states are [N, HV, K, V].
+
+    Args:
         plan: how kernels split documents; the reference takes None.
 
     Returns:
@@ -236,8 +240,8 @@ def chunk_gated_delta_rule_bwd(do: Tensor | None, dht: Tensor | None, saved: Sav
 def _check_supported(cp_context: Any, chunk_size: int) -> None:
     if cp_context is not None:
         raise NotImplementedError(
-            "cp_context must be None: this op works on whole documents, and qla_megatron.layers.GatedDeltaNet exchanges "
-            f"heads for context parallelism, got {type(cp_context).__name__}"
+            "cp_context must be None: this op works on whole documents (qla_megatron.layers.GatedDeltaNet exchanges heads "
+            f"for context parallelism), got {type(cp_context).__name__}"
         )
     if chunk_size != CHUNK:
         raise NotImplementedError(f"chunk_size must be {CHUNK}, got {chunk_size!r}")

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..varlen import CHUNK, ChunkLayout
 
@@ -27,8 +28,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """One token after another, with autograd: the definition of `chunk_gated_delta_rule`, for tests.
 
-    Takes the same arguments, unchecked. Computes in float32, in float64 if v is float64. Returns o [B, T, HV, V] in v's dtype
-    and the final states [N, HV, K, V].
+    Takes the same arguments, unchecked. Computes in float32, in float64 if v is float64. Returns o [B, T, HV, V] in v's
+    dtype and the final states [N, HV, K, V].
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     group = v.shape[2] // q.shape[2]
@@ -111,8 +112,8 @@ def chunked_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, g, beta.
 
-    `dstate` [N HV, K, V], in the layout's order, is the gradient of the final states, and afterwards that of the initial
-    ones; the other arguments are those of the forward pass.
+    `dstate` [N HV, K, V], in the layout's order, is the gradient of the final states, and afterwards that of the
+    initial ones; the other arguments are those of the forward pass.
     """
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
     for run in reversed(list(_runs(layout, v.shape[1]))):
@@ -225,13 +226,32 @@ def _chunk_gradients(
     dU = -c.decay * dW
     dq = (dO @ S0.mT).mul_(c.decay)
     dk = (vd @ dS.mT).mul_(c.rest)
-    to_end = (c.k * dk).sum(-1)
-    da = (dU * U).sum(-1) + (c.q * dq).sum(-1) - to_end + by_gate.sum(-1) - by_gate.sum(-2)
-    da[..., -1] += to_end.sum(-1) + (S0 * dS).sum((-2, -1)) * c.total[..., 0, 0]
+    dg = _gate_gradients(
+        from_start=(dU * U).sum(-1) + (c.q * dq).sum(-1),
+        between=by_gate,
+        to_end=(c.k * dk).sum(-1),
+        whole=(S0 * dS).sum((-2, -1)) * c.total[..., 0, 0],
+    )
 
     dq.baddbmm_(dP, c.k)
     dk.baddbmm_(dU, S0.mT).baddbmm_(dP.mT, c.q).baddbmm_(dL + dL.mT, c.k)
-    return dq, dk, dW, da.flip(-1).cumsum(-1).flip(-1), dbeta
+    return dq, dk, dW, dg, dbeta
+
+
+def _gate_gradients(from_start: Tensor, between: Tensor, to_end: Tensor, whole: Tensor) -> Tensor:
+    """dg [.., C] from the gradients of the log decays, times those decays' factors.
+
+    A gate r lies in the decays from the chunk's start to tokens s >= r, in those from t < r to s >= r, in those from
+    t < r to the chunk's end, and in the whole chunk's. Only these are added: differences of sums over all decays would
+    cancel where decay is strong, and leave rounding errors larger than dg.
+
+    Args:
+        from_start: [.., C] by s. between: [.., C, C] by s and t. to_end: [.., C] by t. whole: [..].
+    """
+    not_before = torch.ones_like(between[0]).triu()
+    crossing = (not_before @ between).tril_(-1).sum(-1)
+    ending = pad(to_end[..., :-1], (1, 0)).cumsum(-1)
+    return from_start.flip(-1).cumsum(-1).flip(-1) + crossing + ending + whole[..., None]
 
 
 def _inverse(L: Tensor) -> Tensor:
