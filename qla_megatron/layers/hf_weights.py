@@ -35,9 +35,9 @@ class Layout:
 
     `vocab_size` counts Hugging Face's rows of the embedding; Megatron may have more, `padded_vocab_size`, filled with
     zeros. `fuses_norms`: Transformer Engine's linear layers own the norm before them. `groups_experts`: Megatron's
-    grouped MLP instead of one module an expert. `hf_prefix`: "model." in text models, "model.language_model." in
-    models with vision. `packs_mtp_experts`: experts of the multi-token prediction layer are one tensor, as those of
-    the other layers always are.
+    grouped MLP instead of one module an expert. `has_mtp`: there is a multi-token prediction layer; `packs_mtp_experts`:
+    its experts are one tensor in Hugging Face's file (3.6), as other layers' always are, or one each (3.5).
+    `hf_prefix`: "model." in text models, "model.language_model." in models with vision.
     """
 
     layer_is_attention: tuple[bool, ...]
@@ -49,7 +49,7 @@ class Layout:
     padded_vocab_size: int
     num_experts: int = 0
     ties_embeddings: bool = False
-    mtp_layers: int = 0
+    has_mtp: bool = False
     fuses_norms: bool = False
     groups_experts: bool = False
     packs_mtp_experts: bool = True
@@ -91,7 +91,7 @@ def layout_from_hf(config: Mapping[str, Any], names: Iterable[str], **changes: A
         raise ValueError(f"config must be that of a Qwen3.5 model, got none of the field {error}") from error
     found["num_experts"] = text.get("num_experts", 0)
     found["ties_embeddings"] = "lm_head.weight" not in names  # the flag of some configurations is wrong
-    found["mtp_layers"] = int("mtp.fc.weight" in names)
+    found["has_mtp"] = "mtp.fc.weight" in names
     found["packs_mtp_experts"] = "mtp.layers.0.mlp.experts.0.down_proj.weight" not in names
     if any(name.startswith("model.language_model.") for name in names):
         found["hf_prefix"] = "model.language_model."
@@ -192,13 +192,13 @@ def rules(layout: Layout) -> Iterator[Rule]:
     yield _copy(f"{hf}norm.weight", "decoder.final_layernorm.weight")
     for i, is_attention in enumerate(layout.layer_is_attention):
         yield from _layer_rules(layout, f"{hf}layers.{i}.", f"decoder.layers.{i}.", is_attention, packs_experts=True)
-    for i in range(layout.mtp_layers):
-        yield _copy("mtp.fc.weight", f"mtp.layers.{i}.eh_proj.weight")
-        yield _copy("mtp.pre_fc_norm_embedding.weight", f"mtp.layers.{i}.enorm.weight")
-        yield _copy("mtp.pre_fc_norm_hidden.weight", f"mtp.layers.{i}.hnorm.weight")
-        yield _copy("mtp.norm.weight", f"mtp.layers.{i}.final_layernorm.weight")
-        inner = f"mtp.layers.{i}.mtp_model_layer."
-        yield from _layer_rules(layout, f"mtp.layers.{i}.", inner, True, packs_experts=layout.packs_mtp_experts)
+    if layout.has_mtp:
+        mtp = "mtp.layers.0."
+        yield _copy("mtp.fc.weight", f"{mtp}eh_proj.weight")
+        yield _copy("mtp.pre_fc_norm_embedding.weight", f"{mtp}enorm.weight")
+        yield _copy("mtp.pre_fc_norm_hidden.weight", f"{mtp}hnorm.weight")
+        yield _copy("mtp.norm.weight", f"{mtp}final_layernorm.weight")
+        yield from _layer_rules(layout, mtp, f"{mtp}mtp_model_layer.", True, packs_experts=layout.packs_mtp_experts)
 
 
 def _layer_rules(layout: Layout, hf: str, megatron: str, is_attention: bool, packs_experts: bool) -> Iterator[Rule]:

@@ -194,7 +194,7 @@ def test_vision_prefix_and_what_may_stay_behind() -> None:
     vl |= {"model.visual.patch.weight": torch.ones(1)}
     layout = layout_from_hf({"text_config": config}, vl)
     assert layout.hf_prefix == "model.language_model."
-    assert layout.mtp_layers == 0
+    assert not layout.has_mtp
     with pytest.raises(ValueError, match=r"1 more \(model\.visual\.patch\.weight\)"):
         hf_to_megatron(vl, layout)
     state = hf_to_megatron(vl, layout, leave=("model.visual.",))
