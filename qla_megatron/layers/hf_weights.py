@@ -35,7 +35,7 @@ class Layout:
 
     `vocab_size` counts Hugging Face's rows of the embedding; Megatron may have more, `padded_vocab_size`, filled with
     zeros. `fuses_norms`: Transformer Engine's linear layers own the norm before them. `groups_experts`: Megatron's
-    grouped MLP instead of one module an expert. `has_mtp`: there is a multi-token prediction layer; `packs_mtp_experts`:
+    grouped MLP, not one module an expert. `has_mtp`: there is a multi-token prediction layer; `packs_mtp_experts`:
     its experts are one tensor in Hugging Face's file (3.6), as other layers' always are, or one each (3.5).
     `hf_prefix`: "model." in text models, "model.language_model." in models with vision.
     """
