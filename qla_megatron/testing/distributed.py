@@ -44,6 +44,7 @@ PRELOADED = [
     "pytest",
     "qla_megatron.testing.distributed",
 ]
+TEARDOWN_SECONDS = 10
 
 
 class RankError(RuntimeError):
@@ -172,7 +173,10 @@ def run_ranks(
                 sender.close()
                 processes.append(process)
                 results.append(receiver)
-            return _collect(results, Path(folder), timeout)
+            values = _collect(results, Path(folder), timeout)
+            for process in processes:
+                process.join(TEARDOWN_SECONDS)  # a killed rank would leave its own children behind, such as savers
+            return values
         finally:
             for process in processes:
                 process.kill()
