@@ -23,29 +23,36 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from qla_megatron.layers.projections import HeadSizes, join_from_ranks, split_over_ranks
+from qla_megatron.recipes import upstream
 from qla_megatron.testing.distributed import run_ranks
 
 FLOAT32 = {"A_log", "dt_bias", "out_norm.weight"}
+KINDS = ("float32", "bfloat16", "distributed")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TOKENS, PREFIX = 64, "decoder.layers.0.self_attention."
 
 
 class Training:
-    """The layer under Megatron's data parallel wrapper and Adam, in float32 or bfloat16."""
+    """The layer under Megatron's data parallel wrapper and Adam.
 
-    def __init__(self, bf16: bool, seed: int) -> None:
+    Kinds: float32, bfloat16, and bfloat16 with the distributed optimizer.
+    """
+
+    def __init__(self, kind: str, seed: int) -> None:
+        upstream.apply()  # without it, the distributed optimizer cannot load where Transformer Engine is missing
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.config = make_config(tensor_model_parallel_size=self.ranks, bf16=bf16)
-        self.layer = make_layer(self.config, split_groups(), conv_bias=True)
+        bf16, self.distributed = kind != "float32", kind == "distributed"
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        config = make_config(tensor_model_parallel_size=self.ranks, bf16=bf16)
+        self.layer = make_layer(config, split_groups(), conv_bias=True)
         load(self.layer, random_weights(seed), self.rank, self.ranks)
         if bf16:
             self.layer.bfloat16()
-        self.model = DistributedDataParallel(
-            self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=bf16), self.layer
-        )
-        optimizer_config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=bf16, clip_grad=1.0)
-        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        settings = {"use_distributed_optimizer": self.distributed}
+        reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=bf16, **settings)
+        self.model = DistributedDataParallel(config, reduction, self.layer)
+        adam = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=bf16, clip_grad=1.0, **settings)
+        self.optimizer = get_megatron_optimizer(adam, [self.model])
 
     def step(self) -> None:
         """One step on fixed data, so that every parameter has moments."""
@@ -60,19 +67,22 @@ class Training:
     def sharded(self, is_loading: bool) -> dict[str, object]:
         """Model and optimizer as Megatron saves them."""
         model = self.layer.sharded_state_dict(prefix=PREFIX)
-        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(dict(model), is_loading=is_loading)}
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"} if self.distributed else None
+        optimizer = self.optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=metadata)
+        return {"model": model, "optimizer": optimizer}
 
     def state(self) -> dict[str, Tensor]:
-        """Every parameter and moment of this rank, by name."""
+        """Every master parameter and moment of this rank, by name."""
         states = {}
-        inner = (
-            self.optimizer.chained_optimizers[0] if hasattr(self.optimizer, "chained_optimizers") else self.optimizer
-        )
+        [adam] = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         for name, parameter in self.layer.named_parameters():
-            main = getattr(parameter, "main_param", parameter)
-            main = parameter if main is None else main
-            states[name] = main.detach().clone()
-            states |= {f"{name}:{moment}": inner.optimizer.state[main][moment].clone() for moment in MOMENTS}
+            if self.distributed:
+                found = adam._get_main_param_and_optimizer_states(parameter)
+                found = {key: found[key].view(parameter.shape) for key in ("param", *MOMENTS)}
+            else:
+                main = getattr(parameter, "main_param", parameter)
+                found = {"param": main, **{moment: adam.optimizer.state[main][moment] for moment in MOMENTS}}
+            states |= {f"{name}:{key}": tensor.detach().clone() for key, tensor in found.items()}
         return states
 
 
@@ -90,40 +100,41 @@ def gathered(name: str, piece: Tensor) -> Tensor:
     return torch.cat([torch.cat(shares) for shares in zip(*(p.split(local) for p in pieces), strict=True)])
 
 
-def _save(folder: Path, bf16: bool) -> None:
-    training = Training(bf16, seed=0)
-    for _ in range(2):
-        training.step()
-    whole = {name: gathered(name, piece) for name, piece in training.state().items()}
-    if dist.get_rank() == 0:
-        (folder / "sharded").mkdir()
-        torch.save(whole, folder / "whole.pt")
-    dist.barrier()
-    dist_checkpointing.save(training.sharded(is_loading=False), str(folder / "sharded"))
+def _save(folder: Path) -> None:
+    for kind in KINDS:
+        training = Training(kind, seed=0)
+        for _ in range(2):
+            training.step()
+        whole = {name: gathered(name, piece) for name, piece in training.state().items()}
+        if dist.get_rank() == 0:
+            (folder / kind).mkdir()
+            torch.save(whole, folder / f"{kind}.pt")
+        dist.barrier()
+        dist_checkpointing.save(training.sharded(is_loading=False), str(folder / kind))
 
 
-def _load(folder: Path, bf16: bool) -> None:
-    training = Training(bf16, seed=7)
-    loaded = dist_checkpointing.load(training.sharded(is_loading=True), str(folder / "sharded"))
-    training.layer.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in loaded["model"].items()})
-    training.optimizer.load_state_dict(loaded["optimizer"])
-    whole = torch.load(folder / "whole.pt")
-    state = training.state()
-    assert set(state) == set(whole)
-    for name, piece in state.items():
-        expected = share(name.split(":")[0], whole[name], training.rank, training.ranks)
-        assert torch.equal(piece, expected), f"{name} at tensor parallel size {training.ranks}"
-        assert piece.dtype == torch.float32
-    for name, parameter in training.layer.named_parameters():
-        assert parameter.dtype == (torch.float32 if name in FLOAT32 else training.dtype), name
-    training.step()  # and it goes on
+def _load(folder: Path) -> None:
+    for kind in KINDS:
+        training = Training(kind, seed=7)
+        loaded = dist_checkpointing.load(training.sharded(is_loading=True), str(folder / kind))
+        training.layer.load_state_dict({name.removeprefix(PREFIX): t for name, t in loaded["model"].items()})
+        training.optimizer.load_state_dict(loaded["optimizer"])
+        whole, state = torch.load(folder / f"{kind}.pt"), training.state()
+        assert set(state) == set(whole)
+        for name, piece in state.items():
+            expected = share(name.split(":")[0], whole[name], training.rank, training.ranks)
+            assert torch.equal(piece, expected), f"{name}, {kind}, tensor parallel size {training.ranks}"
+            assert piece.dtype == torch.float32
+        for name, parameter in training.layer.named_parameters():
+            assert parameter.dtype == (torch.float32 if name in FLOAT32 else training.dtype), f"{name}, {kind}"
+            assert torch.equal(parameter, state[f"{name}:param"].to(parameter.dtype)), f"{name}, {kind}"
+        training.step()  # and it goes on
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_parameters_and_moments_reshard(tmp_path: Path, bf16: bool) -> None:
-    run_ranks(_save, 2, tmp_path, bf16)
+def test_parameters_and_moments_reshard(tmp_path: Path) -> None:
+    run_ranks(_save, 2, tmp_path)
     for ranks in (4, 1):
-        run_ranks(_load, ranks, tmp_path, bf16)
+        run_ranks(_load, ranks, tmp_path)
 
 
 def test_no_weight_decay_for_gates_and_norms() -> None:
@@ -131,7 +142,7 @@ def test_no_weight_decay_for_gates_and_norms() -> None:
 
 
 def _check_weight_decay() -> None:
-    training = Training(bf16=False, seed=0)
+    training = Training("float32", seed=0)
     names = {id(p): name for name, p in training.layer.named_parameters()}
     decayed = {
         names[id(p)] for group in training.optimizer.param_groups if group["wd_mult"] > 0 for p in group["params"]
