@@ -1,7 +1,10 @@
 """Causal depthwise convolution in plain torch: W shifted multiply-adds."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from ..varlen import token_places
@@ -44,14 +47,33 @@ def causal_conv1d(
     return y, rows[last.long()].mT.contiguous()
 
 
+class _Convolution(torch.autograd.Function):
+    """W shifted multiply-adds into one buffer, forward and backward; autograd would write one for each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        length = rows.shape[1] - weight.shape[1] + 1
+        y = rows[:, :length] * weight[:, 0]
+        for shift, tap in enumerate(weight.unbind(1)[1:], 1):
+            y.addcmul_(rows[:, shift : shift + length], tap)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weight = ctx.saved_tensors
+        drows, dtaps = torch.zeros_like(rows), []
+        for shift, tap in enumerate(weight.unbind(1)):
+            window = slice(shift, shift + dy.shape[1])
+            drows[:, window].addcmul_(dy, tap)
+            dtaps.append((rows[:, window] * dy).sum((0, 1)))
+        return drows, torch.stack(dtaps, dim=1)
+
+
 def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, wide: torch.dtype) -> Tensor:
     """[B, L, D] -> [B, L - W + 1, D]."""
-    W = weight.shape[1]
-    length = rows.shape[1] - W + 1
-    wide_rows, taps = rows.to(wide), weight.to(wide).unbind(1)
-    y = wide_rows[:, :length] * taps[0]
-    for shift in range(1, W):
-        y = torch.addcmul(y, wide_rows[:, shift : shift + length], taps[shift])
+    y = _Convolution.apply(rows.to(wide), weight.to(wide))
     if bias is not None:
         y = y + bias.to(wide)
     return (silu(y) if is_silu else y).to(rows.dtype)

@@ -79,8 +79,8 @@ def backward(
             (torch.zeros_like(v) if do is None else do).flatten(0, 1),
             dstate.flatten(0, 1),
             *(x.flatten(0, 1) for x in inputs),
-            inverses.flatten(0, 1),
-            starts.flatten(0, 1),
+            inverses=inverses.flatten(0, 1),
+            starts=starts.flatten(0, 1),
             scale=scale,
             layout=layout,
         )

@@ -231,17 +231,17 @@ def chunk_gated_delta_rule_bwd(do: Tensor | None, dht: Tensor | None, saved: Sav
     if dht is not None:
         _check_state("dht", dht, saved.q, saved.v, saved.cu_seqlens)
     s = saved
-    *grads, dinitial_state = backward_op(
+    dq, dk, dv, dg, dbeta, dinitial_state = backward_op(
         do, dht, s.q, s.k, s.v, s.g, s.beta, s.inverses, s.starts, s.cu_seqlens, s.cu_seqlens_cpu, s.scale
     )
-    return Gradients(*grads, dinitial_state=None if s.initial_state is None else dinitial_state)
+    return Gradients(dq, dk, dv, dg, dbeta, None if s.initial_state is None else dinitial_state)
 
 
 def _check_supported(cp_context: Any, chunk_size: int) -> None:
     if cp_context is not None:
         raise NotImplementedError(
-            "cp_context must be None: this op works on whole documents (qla_megatron.layers.GatedDeltaNet exchanges heads "
-            f"for context parallelism), got {type(cp_context).__name__}"
+            "cp_context must be None: this op works on whole documents (qla_megatron.layers.GatedDeltaNet exchanges "
+            f"heads for context parallelism), got {type(cp_context).__name__}"
         )
     if chunk_size != CHUNK:
         raise NotImplementedError(f"chunk_size must be {CHUNK}, got {chunk_size!r}")

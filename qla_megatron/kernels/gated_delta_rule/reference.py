@@ -104,9 +104,9 @@ def chunked_backward(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    *,
     inverses: Tensor,
     starts: Tensor,
-    *,
     scale: float,
     layout: ChunkLayout,
 ) -> list[Tensor]:
