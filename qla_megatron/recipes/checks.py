@@ -53,7 +53,7 @@ def check_machine(recipe: Recipe, environment: Mapping[str, str], *, has_cuda: b
         faults.append(
             f"parallel.device={p.device} needs a CUDA device and torch finds none. On a machine without one, try the "
             "demo's "
-            "recipe, tiny_pretrain_1k_2xcpu."
+            "recipe, tiny_pretrain_2k_2xcpu."
         )
     if not recipe.data.paths:
         faults.append(

@@ -20,7 +20,7 @@ from rich.table import Table
 from qla_megatron.recipes import catalogue
 from qla_megatron.recipes.progress import read_log
 
-RECIPE = "tiny_pretrain_1k_2xcpu"
+RECIPE = "tiny_pretrain_2k_2xcpu"
 
 # What a sound model reaches, in nats a byte. The corpus has a bigram entropy of 2.43: less than that needs a mixer.
 FIRST_LOSS = (5.3, 6.2)

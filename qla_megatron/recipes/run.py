@@ -25,7 +25,7 @@ examples:
       python -m qla_megatron.recipes.run qwen3_5_9b_pretrain_4k_8xh200 --print
 
   the demo's model on two CPU processes (`make demo` makes the data first); --launch calls torchrun for you:
-      python -m qla_megatron.recipes.run tiny_pretrain_1k_2xcpu --launch
+      python -m qla_megatron.recipes.run tiny_pretrain_2k_2xcpu --launch
 
   your data, a shorter run, another folder; any field that --print shows can be set, values are YAML:
       torchrun --nproc-per-node 8 -m qla_megatron.recipes.run qwen3_5_9b_pretrain_4k_8xh200 \\

@@ -2,12 +2,14 @@
 needed."""
 
 import importlib.util
+import queue
 from typing import Any
 
 
 def apply() -> None:
     """Install the work-arounds, once."""
     _skip_missing_makefile()
+    _save_without_manager_process()
     _resume_with_torch_adamw()
 
 
@@ -25,6 +27,18 @@ def _skip_missing_makefile() -> None:
 
 def _nothing_to_compile() -> None:
     pass
+
+
+def _save_without_manager_process() -> None:
+    """Fault: a synchronous save, too, starts a manager process by spawn, which imports all of Megatron (about 10 s).
+
+    It holds a queue between the trainer and an asynchronous writer; without one, both ends are in this process. Recipes
+    do not save asynchronously.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def _resume_with_torch_adamw() -> None:

@@ -37,9 +37,10 @@ def test_arguments_come_out_of_megatrons_parser(name: str, monkeypatch: pytest.M
         "hidden_size": m.hidden_size, "num_attention_heads": m.num_heads, "num_query_groups": m.num_kv_heads,
         "kv_channels": m.head_dim, "linear_num_key_heads": m.gdn_key_heads, "linear_num_value_heads": m.gdn_value_heads,
         "linear_key_head_dim": m.gdn_key_dim, "linear_value_head_dim": m.gdn_value_dim, "rotary_base": m.rotary_base,
-        "linear_conv_kernel_dim": m.gdn_conv_width, "rotary_percent": m.rotary_fraction, "layernorm_epsilon": m.norm_eps,
+        "linear_conv_kernel_dim": m.gdn_conv_width, "rotary_percent": m.rotary_fraction,
+        "layernorm_epsilon": m.norm_eps, "layernorm_zero_centered_gamma": True,
         "padded_vocab_size": m.padded_vocab_size, "untie_embeddings_and_output_weights": not m.tie_embeddings,
-        "num_experts": m.num_experts, "layernorm_zero_centered_gamma": True, "attention_output_gate": True, "qk_layernorm": True,
+        "num_experts": m.num_experts, "attention_output_gate": True, "qk_layernorm": True,
         "tensor_model_parallel_size": p.tensor, "context_parallel_size": p.context, "data_parallel_size": p.data,
         "pipeline_model_parallel_size": p.pipeline, "expert_model_parallel_size": p.expert,
         "sequence_parallel": p.sequence, "bf16": recipe.precision.dtype == "bf16", "micro_batch_size": 1,
@@ -98,7 +99,7 @@ def test_changed_fields_reach_megatron(
 def test_checkpoint_of_the_run_folder_goes_before_that_of_another(tmp_path: object) -> None:
     own = f"{tmp_path}/run"
     changes = [f"checkpoint.folder={own}", "checkpoint.load=elsewhere"]
-    recipe = overrides.apply(catalogue.find("tiny_pretrain_1k_2xcpu"), changes)
+    recipe = overrides.apply(catalogue.find("tiny_pretrain_2k_2xcpu"), changes)
     flags = build.megatron_flags(recipe, "test")
     assert flags[flags.index("--load") + 1] == "elsewhere"
     os.makedirs(f"{own}/checkpoints")  # noqa: PTH103
@@ -109,7 +110,7 @@ def test_checkpoint_of_the_run_folder_goes_before_that_of_another(tmp_path: obje
 
 
 def test_hybrid_pattern_is_that_of_the_layers() -> None:
-    recipe = catalogue.find("tiny_hybrid_pretrain_1k_2xcpu")
+    recipe = catalogue.find("tiny_hybrid_pretrain_2k_2xcpu")
     assert build.hybrid_pattern(recipe) == "G-G-G-*-"
     recipe = overrides.apply(
         recipe, ["model.num_layers=8", "parallel.pipeline=2", "model.num_experts=4", "model.expert_hidden_size=8"]

@@ -6,7 +6,7 @@ from qla_megatron.recipes import catalogue, checks, overrides
 
 DENSE = "qwen3_5_9b_pretrain_4k_8xh200"  # 16 query, 4 KV, 16 key, 32 value heads, 32 layers, DP8
 MOE = "qwen3_5_35b_a3b_pretrain_4k_16xh100"  # PP2 EP8
-TINY = "tiny_pretrain_1k_2xcpu"
+TINY = "tiny_pretrain_2k_2xcpu"
 
 REFUSED = [  # recipe, changes, words of the reason
     pytest.param(DENSE, "parallel.gpus=12 parallel.tensor=8", "parallel.gpus=12 is not a multiple", id="gpus"),

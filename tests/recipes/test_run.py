@@ -10,7 +10,7 @@ from qla_megatron.recipes import catalogue, checks, overrides, run
 from qla_megatron.recipes.recipe import Recipe
 
 NAMES = list(catalogue.RECIPES)
-DEMO = "tiny_pretrain_1k_2xcpu"
+DEMO = "tiny_pretrain_2k_2xcpu"
 NINE = "qwen3_5_9b_pretrain_4k_8xh200"
 
 
@@ -130,7 +130,7 @@ def test_machine_that_lacks_things_is_refused_by_name(tmp_path: object) -> None:
     with pytest.raises(checks.RecipeError) as refusal:
         checks.check_machine(recipe, {"WORLD_SIZE": "4"}, has_cuda=False)
     assert "parallel.gpus=8 but 4 process(es) run" in str(refusal.value)
-    assert "tiny_pretrain_1k_2xcpu" in str(refusal.value)
+    assert "tiny_pretrain_2k_2xcpu" in str(refusal.value)
     assert "tools/pack_dataset.py" in str(refusal.value)
     recipe = replace(recipe, data=replace(recipe.data, paths=("0.5", f"{tmp_path}/a")))
     with pytest.raises(checks.RecipeError, match=r"a\.idx does not exist"):

@@ -22,7 +22,7 @@ SHORT = [  # 256 tokens a sequence; small enough for seconds, long enough for se
     "data.sequence_length=256", "train.global_batch=4", "train.steps=6", "optimizer.warmup_steps=2",
     "train.evaluate_every=100", "train.evaluate_sequences=4", "train.log_every=2",
 ]  # fmt: skip
-DENSE = "tiny_pretrain_1k_2xcpu"
+DENSE = "tiny_pretrain_2k_2xcpu"
 
 
 def train_on_this_rank(name: str, assignments: list[str], delay_sigterm: float | None = None) -> None:
@@ -131,9 +131,24 @@ def test_sigterm_saves_and_the_same_command_goes_on(corpus: str, tmp_path: Path)
     assert max(losses(tmp_path)) == stopped_at + 1
 
 
+def test_distributed_optimizer_resumes_exactly(corpus: str, tmp_path: Path) -> None:
+    """Fails with any of the three parts of upstream._resume_with_torch_adamw taken out."""
+    command = [*SHORT, corpus, "parallel.tensor=1", "parallel.sequence=false", "optimizer.distributed=true"]
+    command += ["optimizer.overlap=true", "train.log_module_grad_norms=true"]
+    first, second = tmp_path / "whole", tmp_path / "resumed"
+    run_ranks(train_on_this_rank, 2, DENSE, [*command, "checkpoint.save_every=3", f"checkpoint.folder={first}"])
+    start = [f"checkpoint.load={first}/checkpoints", "checkpoint.load_step=3", "checkpoint.save=false"]
+    run_ranks(train_on_this_rank, 2, DENSE, [*command, *start, f"checkpoint.folder={second}"])
+    assert losses(second) == {step: loss for step, loss in losses(first).items() if step > 3}
+    log = read_log(first)
+    for step, record in log["module_grad_norms"].items():  # shards of gradients are counted once
+        total = math.sqrt(sum(norm**2 for norm in record["module_grad_norms"].values()))
+        assert total == pytest.approx(log["loss"][step]["grad_norm"], rel=1e-5)
+
+
 OTHERS = [  # recipe, ranks, changes
-    pytest.param("tiny_moe_pretrain_1k_2xcpu", 2, [], id="moe-tp2"),
-    pytest.param("tiny_hybrid_pretrain_1k_2xcpu", 2, [], id="hybrid-tp2"),
+    pytest.param("tiny_moe_pretrain_2k_2xcpu", 2, [], id="moe-tp2"),
+    pytest.param("tiny_hybrid_pretrain_2k_2xcpu", 2, [], id="hybrid-tp2"),
     pytest.param(DENSE, 2, ["parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=2"], id="pipeline2"),
     pytest.param(DENSE, 2, ["parallel.tensor=1", "parallel.sequence=false", "parallel.context=2"], id="context2"),
 ]
