@@ -75,6 +75,10 @@ def prepare_chunks_kernel(dtype: str) -> Any:
             start = cu_seqlens[document] + (slot - cu_seqlens[document] // CHUNK - document) * CHUNK
             valid = T.min(cu_seqlens[document + 1] - start, CHUNK)
             if valid > 0:
+                first_key = T.truncdiv(head0, group)
+                key_count = T.truncdiv(T.min(head0 + HEADS, value_heads) - 1, group) - first_key + 1
+                T.tma_copy(k[start : start + CHUNK, first_key, 0:HEAD_DIM], keys, barrier=loaded)
+                T.barrier_arrive(loaded)
                 warp = T.get_thread_binding() // 32
                 head = head0 + warp
                 if head < value_heads:
@@ -90,14 +94,13 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                         T.address_of(strengths[warp, 0]),
                     )
                 T.sync_threads()
-                first_key = T.truncdiv(head0, group)
-                key_count = T.truncdiv(T.min(head0 + HEADS, value_heads) - 1, group) - first_key + 1
                 for key in T.serial(key_count):
-                    T.tma_copy(k[start : start + CHUNK, first_key + key, 0:HEAD_DIM], keys, barrier=loaded)
-                    T.barrier_arrive(loaded)
                     T.barrier_wait(loaded, key % 2)
                     T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
                     T.sync_threads()
+                    if key + 1 < key_count:
+                        T.tma_copy(k[start : start + CHUNK, first_key + key + 1, 0:HEAD_DIM], keys, barrier=loaded)
+                        T.barrier_arrive(loaded)
                     for n in T.serial(HEADS):
                         if (head0 + n < value_heads) & (T.truncdiv(head0 + n, group) == first_key + key):
                             T.call_extern(

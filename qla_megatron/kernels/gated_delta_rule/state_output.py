@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..compiled import compiled
 from ..device import architecture, multiprocessors
-from .tiles import CHUNK, DTYPES, HEAD_DIM, TRANSPOSED_MOVES
+from .tiles import CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TILE_MOVES
 
 STAGES = 3
 STATE_REGISTERS, SCORE_REGISTERS, COPY_REGISTERS = 208, 72, 24
@@ -50,6 +50,7 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
     warpgroups = block_v // 64
     state_threads = 128 * warpgroups
     splits = HEAD_DIM // block_v
+    gate_scores = f"qla::gate_scores<{PAIR_TYPES[dtype]}>"
 
     @T.macro
     def store_output(o_tile, o, wrote, stored, n, chunks, start, length, head, v0):
@@ -60,9 +61,14 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                 T.tma_copy(o_tile[n, :, :], o[left : left + CHUNK, head, v0 + 64 * n : v0 + 64 * n + 64])
                 T.tma_store_wait(0)
             else:
-                for x in T.serial(length - i * CHUNK):
-                    for y in T.Parallel(64):
-                        o[left + x, head, v0 + 64 * n + y] = o_tile[n, x, y]
+                T.call_extern(
+                    "handle",
+                    "qla::store_rows",
+                    T.address_of(o[left, head, v0 + 64 * n]),
+                    T.access_ptr(o_tile[n, 0, 0], "r"),
+                    T.cast(value_heads, "int64") * HEAD_DIM * 2,
+                    length - i * CHUNK,
+                )
             T.barrier_arrive(stored[n])
 
     @T.prim_func
@@ -82,7 +88,7 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
         has_final_state: T.int32,
     ):
         with T.Kernel((offsets - 1) * value_heads * splits, threads=state_threads + 256) as block:
-            T.import_source(TRANSPOSED_MOVES)
+            T.import_source(TILE_MOVES)
             q_tile = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
             k_tile = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((STAGES, CHUNK, block_v), dtype)
@@ -98,6 +104,7 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                 {
                     v_tile: tilelang.layout.make_swizzled_layout(v_tile),
                     o_tile: tilelang.layout.make_swizzled_layout(o_tile),
+                    p_tile: tilelang.layout.make_swizzled_layout(p_tile),
                 }
             )
             full, empty = T.alloc_barrier([32] * STAGES), T.alloc_barrier([state_threads + 128] * STAGES)
@@ -143,18 +150,21 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         state[x, y] = initial_state[document, head, y, v0 + x]
                 else:
                     T.clear(state)
-                for i in T.serial(chunks):
+                if chunks > 0:
+                    T.barrier_wait(full[0], 0)
+                    T.barrier_wait(scored[0], 0)
                     T.copy(state, state16)
-                    T.barrier_wait(full[i % STAGES], i // STAGES % 2)
-                    T.barrier_wait(scored[i % 2], i // 2 % 2)
                     T.wgmma_gemm(
                         state16,
-                        k_tile[i % STAGES, :, :],
+                        k_tile[0, :, :],
                         w,
                         transpose_B=True,
                         clear_accum=True,
                         policy=T.GemmWarpPolicy.FullRow,
                     )
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(w)
+                for i in T.serial(chunks):
                     T.wgmma_gemm(
                         state16,
                         q_tile[i % STAGES, :, :],
@@ -164,10 +174,11 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         policy=T.GemmWarpPolicy.FullRow,
                     )
                     T.call_extern(
-                        "handle", "qla::load_transposed", v16.data, T.address_of(v_tile[i % STAGES, 0, warpgroup * 64])
+                        "handle",
+                        "qla::load_transposed",
+                        v16.data,
+                        T.access_ptr(v_tile[i % STAGES, 0, warpgroup * 64], "r"),
                     )
-                    T.wait_wgmma(1)
-                    T.warpgroup_fence_operand(w)
                     for x, y in T.Parallel(block_v, CHUNK):
                         w[x, y] = v16[x, y] - w[x, y] * decay[i % 2, y]
                     T.copy(w, w16)
@@ -187,22 +198,40 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         out[x, y] *= scaled_decay[i % 2, y]
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(d)
-                    T.copy(d, d16)
                     for x, y in T.Parallel(block_v, CHUNK):
-                        d[x, y] *= rest[i % 2, y]
-                    T.copy(d, rest16)
+                        w[x, y] = d[x, y] * rest[i % 2, y]
+                    T.copy(w, rest16)
                     T.wgmma_gemm(rest16, k_tile[i % STAGES, :, :], state, policy=T.GemmWarpPolicy.FullRow)
+                    T.copy(d, d16)
                     T.wgmma_gemm(d16, p_tile[i % 2, :, :], out, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    T.wait_wgmma(0)
+                    T.wait_wgmma(1)
                     T.warpgroup_fence_operand(state)
-                    T.warpgroup_fence_operand(out)
                     T.barrier_arrive(empty[i % STAGES])
+                    # The next chunk's first product (of no effect after the last chunk) runs while this one's output leaves.
+                    T.copy(state, state16)
+                    if i + 1 < chunks:
+                        T.barrier_wait(full[(i + 1) % STAGES], (i + 1) // STAGES % 2)
+                        T.barrier_wait(scored[(i + 1) % 2], (i + 1) // 2 % 2)
+                    T.wgmma_gemm(
+                        state16,
+                        k_tile[(i + 1) % STAGES, :, :],
+                        w,
+                        transpose_B=True,
+                        clear_accum=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                    )
+                    T.wait_wgmma(1)
+                    T.warpgroup_fence_operand(out)
                     T.barrier_arrive(unscored[i % 2])
                     T.copy(out, out16)
                     T.barrier_wait(stored[warpgroup], (i + 1) % 2)
-                    T.call_extern("handle", "qla::store_transposed", T.address_of(o_tile[warpgroup, 0, 0]), out16.data)
+                    T.call_extern(
+                        "handle", "qla::store_transposed", T.access_ptr(o_tile[warpgroup, 0, 0], "w"), out16.data
+                    )
                     T.fence_proxy_async()
                     T.barrier_arrive(wrote[warpgroup])
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(w)
                 if has_final_state != 0:
                     for x, y in T.Parallel(block_v, HEAD_DIM):
                         final_state[document, head, y, v0 + x] = state[x, y]
@@ -224,13 +253,14 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         decay[i % 2, x] = T.exp2(g_tile[i % STAGES, x])
                         scaled_decay[i % 2, x] = scale * T.exp2(g_tile[i % STAGES, x])
                         rest[i % 2, x] = T.exp2(g_tile[i % STAGES, CHUNK - 1] - g_tile[i % STAGES, x])
-                    for x, y in T.Parallel(CHUNK, CHUNK):
-                        p[x, y] = T.if_then_else(
-                            x >= y,
-                            p[x, y] * T.exp2(g_tile[i % STAGES, x] - g_tile[i % STAGES, y]) * scale,
-                            T.float32(0),
-                        )
-                    T.copy(p, p_tile[i % 2, :, :])
+                    T.call_extern(
+                        "handle",
+                        gate_scores,
+                        T.access_ptr(p_tile[i % 2, 0, 0], "w"),
+                        p.data,
+                        T.access_ptr(g_tile[i % STAGES, 0], "r"),
+                        scale,
+                    )
                     T.fence_proxy_async()
                     T.barrier_arrive(scored[i % 2])
                     T.barrier_arrive(empty[i % STAGES])

@@ -19,8 +19,26 @@ TRIANGLE = 10 * BLOCK_SIZE  # floats of one head's lower triangle: ten blocks, r
 # The transposed moves. A warpgroup's accumulator of 64 rows x 64 columns holds, in lane (4 g + t) of warp w, rows 16 w + 8 h + g and
 # columns 8 j + 2 t + {0, 1}: as 16-bit pairs that is word 2 j + h. The shared tile is its transpose: row = column of the
 # accumulator, 128 bytes a row, 16-byte pieces swizzled by the row's low three bits.
-TRANSPOSED_MOVES = r"""
+ROUNDING = r"""
 #include <tl_templates/cuda/common.h>
+namespace qla {
+
+template <typename Pair> __device__ __forceinline__ uint32_t round_pair(float a, float b);
+template <> __device__ __forceinline__ uint32_t round_pair<__nv_bfloat162>(float a, float b) {
+  __nv_bfloat162 p = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<uint32_t *>(&p);
+}
+template <> __device__ __forceinline__ uint32_t round_pair<__half2>(float a, float b) {
+  __half2 p = __floats2half2_rn(a, b);
+  return *reinterpret_cast<uint32_t *>(&p);
+}
+
+}  // namespace qla
+"""
+
+TILE_MOVES = (
+    ROUNDING
+    + r"""
 namespace qla {
 
 __device__ __forceinline__ uint32_t transposed_tile_address(const void *tile, int pair) {
@@ -52,15 +70,63 @@ __device__ __forceinline__ void store_transposed(void *tile, const void *fragmen
   }
 }
 
+// The first `rows` rows of a swizzled 64 x 64 tile, by one warp; `stride` in bytes
+__device__ __forceinline__ void store_rows(void *out, const void *tile, int64_t stride, int rows) {
+  const int piece = threadIdx.x & 7;
+#pragma unroll 1
+  for (int row = (threadIdx.x & 31) >> 3; row < rows; row += 4) {
+    const char *source = static_cast<const char *>(tile) + row * 128 + ((piece ^ (row & 7)) << 4);
+    *reinterpret_cast<uint4 *>(static_cast<char *>(out) + row * stride + piece * 16) = *reinterpret_cast<const uint4 *>(source);
+  }
+}
+
+// tile <- scale 2^(sums_s - sums_t) (q_s . k_t) on and below the diagonal, 0 above it, rounded and swizzled, by a warpgroup;
+// `products` is its 64 x 64 accumulator of Q K^T.
+template <typename Pair>
+__device__ __forceinline__ void gate_scores(void *tile, const void *accumulator, const float *sums, float scale) {
+  const float *products = reinterpret_cast<const float *>(accumulator);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, g = lane >> 2, t = lane & 3;
+  const int row = 16 * warp + g;
+  const float sum[2] = {sums[row], sums[row + 8]};
+  const int target = 16 * warp + (lane & 15);
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(tile)) + target * 128;
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    uint32_t words[4] = {0, 0, 0, 0};
+    if (pair <= warp) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int column = 16 * pair + 8 * j + 2 * t;
+        const float2 other = *reinterpret_cast<const float2 *>(sums + column);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float a = scale * products[8 * pair + 4 * j + 2 * h] * exp2f(sum[h] - other.x);
+          float b = scale * products[8 * pair + 4 * j + 2 * h + 1] * exp2f(sum[h] - other.y);
+          if (pair == warp) {
+            a = column <= row + 8 * h ? a : 0.f;
+            b = column + 1 <= row + 8 * h ? b : 0.f;
+          }
+          words[2 * j + h] = round_pair<Pair>(a, b);
+        }
+      }
+    }
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%4], {%0, %1, %2, %3};"
+                 : : "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+                 "r"(base + (((2 * pair + (lane >> 4)) ^ (lane & 7)) << 4)) : "memory");
+  }
+}
+
 }  // namespace qla
 """
+)
 
 # The inverse T = (I + L)^-1 of a unit lower triangular 64 x 64 tile, one warp a tile, in float32 with TF32 products off the diagonal:
 # the four 16 x 16 diagonal blocks by substitution, then X21 = -(X22 L21) X11 for blocks of 16 and of 32.
 # In `mma.m16n8k8` the contraction index may be renamed freely if both operands agree: slot t stands for column 2 t and slot t + 4
 # for column 2 t + 1, so that an accumulator is the next product's left operand as it lies.
 TRIANGULAR_INVERSE = (
-    f"#include <tl_templates/cuda/common.h>\n#define QLA_ROW {BLOCK_ROW}\n#define QLA_BLOCK {BLOCK_SIZE}\n"
+    ROUNDING
+    + f"#define QLA_ROW {BLOCK_ROW}\n#define QLA_BLOCK {BLOCK_SIZE}\n"
     + r"""
 namespace qla {
 
@@ -91,27 +157,41 @@ __device__ __forceinline__ void sum_gates(const float *gates, const float *betas
 }
 
 // L[s][t] = beta_s (k_s . k_t) 2^(sums_s - sums_t) below the diagonal, 0 on it, above it and in rows past `valid`.
-// `products` is a warpgroup's 64 x 64 accumulator of K K^T.
+// `products` is a warpgroup's 64 x 64 accumulator of K K^T; off the diagonal blocks of a whole chunk nothing needs a mask.
+template <bool kMasked>
+__device__ __forceinline__ void gate_block(const float *products, float2 sum, float2 beta, const float *sums, int row,
+                                           int column, int valid, float *place) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float2 other = *reinterpret_cast<const float2 *>(sums + column + 8 * j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = row + 8 * h, c = column + 8 * j;
+      const float *product = products + 4 * j + 2 * h;
+      const float s = h ? sum.y : sum.x, b = h ? beta.y : beta.x;
+      float2 value = make_float2(b * product[0] * exp2f(s - other.x), b * product[1] * exp2f(s - other.y));
+      if (kMasked) {
+        if (c >= r || r >= valid) value.x = 0.f;
+        if (c + 1 >= r || r >= valid) value.y = 0.f;
+      }
+      *reinterpret_cast<float2 *>(place + 8 * h * QLA_ROW + 8 * j) = value;
+    }
+  }
+}
+
 __device__ __forceinline__ void gate_products(const void *accumulator, const float *sums, const float *strengths, int valid,
                                               float *x) {
   const float *products = reinterpret_cast<const float *>(accumulator);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, g = lane >> 2, t = lane & 3;
   const int row = 16 * warp + g;
-  const float sum[2] = {sums[row], sums[row + 8]};
-  const float beta[2] = {strengths[row], strengths[row + 8]};
+  const float2 sum = make_float2(sums[row], sums[row + 8]), beta = make_float2(strengths[row], strengths[row + 8]);
+  float *place = block_at(x, warp, 0) + g * QLA_ROW + 2 * t;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (j < 2 * warp + 2) {
-      const int column = 8 * j + 2 * t;
-      const float2 other = *reinterpret_cast<const float2 *>(sums + column);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = row + 8 * h;
-        float2 value;
-        value.x = column < r && r < valid ? beta[h] * products[4 * j + 2 * h] * exp2f(sum[h] - other.x) : 0.f;
-        value.y = column + 1 < r && r < valid ? beta[h] * products[4 * j + 2 * h + 1] * exp2f(sum[h] - other.y) : 0.f;
-        *reinterpret_cast<float2 *>(block_at(x, warp, j / 2) + (g + 8 * h) * QLA_ROW + 8 * (j & 1) + 2 * t) = value;
-      }
+  for (int j = 0; j < 4; ++j) {
+    if (j < warp && valid == 64) {
+      gate_block<false>(products + 8 * j, sum, beta, sums, row, 16 * j + 2 * t, valid, place + j * QLA_BLOCK);
+    } else if (j <= warp) {
+      gate_block<true>(products + 8 * j, sum, beta, sums, row, 16 * j + 2 * t, valid, place + j * QLA_BLOCK);
     }
   }
 }
@@ -121,11 +201,8 @@ __device__ __forceinline__ void mma_tf32(float *c, uint32_t a0, uint32_t a1, uin
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ uint32_t tf32(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
+// The tensor core drops the 13 low bits of a TF32 operand; half of their range, added first, makes that a rounding.
+__device__ __forceinline__ uint32_t tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
 // c[8] += z[8] B, all 16 x 16: z and c are accumulators, B lies in shared memory
 __device__ __forceinline__ void multiply_add(float *c, const float *z, const float *b) {
@@ -223,16 +300,6 @@ __device__ __forceinline__ void invert_triangle(float *x) {
   __syncwarp();
 }
 
-template <typename Pair> __device__ __forceinline__ uint32_t round_pair(float a, float b);
-template <> __device__ __forceinline__ uint32_t round_pair<__nv_bfloat162>(float a, float b) {
-  __nv_bfloat162 p = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<uint32_t *>(&p);
-}
-template <> __device__ __forceinline__ uint32_t round_pair<__half2>(float a, float b) {
-  __half2 p = __floats2half2_rn(a, b);
-  return *reinterpret_cast<uint32_t *>(&p);
-}
-
 // out[64][64] <- T diag(beta), rounded, zeros above the diagonal; by one warp, 16 bytes a lane
 template <typename Pair>
 __device__ __forceinline__ void write_triangle(void *out, float *x, const float *strengths) {
@@ -243,15 +310,14 @@ __device__ __forceinline__ void write_triangle(void *out, float *x, const float 
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const int row = 4 * i + (lane >> 3);
-    uint4 word = make_uint4(0, 0, 0, 0);
-    if (piece / 2 <= i / 4) {
-      const float *p = block_at(x, i / 4, piece / 2) + (row & 15) * QLA_ROW + 8 * (piece & 1);
-      const float4 a = *reinterpret_cast<const float4 *>(p), b = *reinterpret_cast<const float4 *>(p + 4);
-      word.x = round_pair<Pair>(a.x * beta[0], a.y * beta[1]);
-      word.y = round_pair<Pair>(a.z * beta[2], a.w * beta[3]);
-      word.z = round_pair<Pair>(b.x * beta[4], b.y * beta[5]);
-      word.w = round_pair<Pair>(b.z * beta[6], b.w * beta[7]);
-    }
+    const bool below = piece / 2 <= i / 4;
+    const float *p = block_at(x, i / 4, below ? piece / 2 : 0) + (row & 15) * QLA_ROW + 8 * (piece & 1);
+    const float4 a = *reinterpret_cast<const float4 *>(p), b = *reinterpret_cast<const float4 *>(p + 4);
+    uint4 word;
+    word.x = below ? round_pair<Pair>(a.x * beta[0], a.y * beta[1]) : 0;
+    word.y = below ? round_pair<Pair>(a.z * beta[2], a.w * beta[3]) : 0;
+    word.z = below ? round_pair<Pair>(b.x * beta[4], b.y * beta[5]) : 0;
+    word.w = below ? round_pair<Pair>(b.z * beta[6], b.w * beta[7]) : 0;
     reinterpret_cast<uint4 *>(out)[row * 8 + piece] = word;
   }
 }
