@@ -129,9 +129,8 @@ def chunked_backward(
             carried = dS[at].copy_(dstate[:active])
             dvd[at].baddbmm_(rest_k[at], carried)
             dstate[:active].mul_(c.total[at]).add_(dS0[at]).baddbmm_(read[at].mT, dvd[at], alpha=-1)
-        for grad, part in zip(grads, _chunk_gradients(c, X, S0, dO, dvd, dS), strict=True):
+        for grad, part in zip(grads, _chunk_gradients(c, X, S0, dO, dvd, dS, scale), strict=True):
             _scatter(part, grad, run)
-    grads[0] *= scale
     return grads
 
 
@@ -207,9 +206,9 @@ def _load(
 
 
 def _chunk_gradients(
-    c: _Chunks, X: Tensor, S0: Tensor, dO: Tensor, dvd: Tensor, dS: Tensor
+    c: _Chunks, X: Tensor, S0: Tensor, dO: Tensor, dvd: Tensor, dS: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq (before the scale), dk, dv, dg, dbeta of the chunks, per value head, once the states' gradients are known."""
+    """dq, dk, dv, dg, dbeta of the chunks, per value head, once the states' gradients are known."""
     U = c.k @ S0
     W = torch.addcmul(c.v, c.decay, U, value=-1)
     vd = X @ (c.beta * W)
@@ -233,7 +232,7 @@ def _chunk_gradients(
         whole=(S0 * dS).sum((-2, -1)) * c.total[..., 0, 0],
     )
 
-    dq.baddbmm_(dP, c.k)
+    dq.baddbmm_(dP, c.k).mul_(scale)
     dk.baddbmm_(dU, S0.mT).baddbmm_(dP.mT, c.q).baddbmm_(dL + dL.mT, c.k)
     return dq, dk, dW, dg, dbeta
 
