@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from qla_megatron.recipes import build
 from qla_megatron.recipes.recipe import Recipe
 
 
@@ -52,8 +53,7 @@ def check_machine(recipe: Recipe, environment: Mapping[str, str], *, has_cuda: b
     if p.device != "cpu" and not has_cuda:
         faults.append(
             f"parallel.device={p.device} needs a CUDA device and torch finds none. On a machine without one, try the "
-            "demo's "
-            "recipe, tiny_pretrain_2k_2xcpu."
+            "demo's recipe, tiny_pretrain_2k_2xcpu."
         )
     if not recipe.data.paths:
         faults.append(
@@ -62,12 +62,20 @@ def check_machine(recipe: Recipe, environment: Mapping[str, str], *, has_cuda: b
         )
     for path in recipe.data.paths:
         if not _is_weight(path) and not Path(f"{path}.idx").is_file():
-            faults.append(f"data.paths: {path}.idx does not exist; tools/pack_dataset.py makes it from text or JSONL.")
+            faults.append(
+                f"data.paths: {path}.idx does not exist; tools/pack_dataset.py makes it from text or JSONL "
+                "(the demo's: make demo)."
+            )
     if recipe.model.gdn == "megatron" and importlib.util.find_spec("fla") is None:
         faults.append("model.gdn=megatron needs flash-linear-attention, which is not installed; or take model.gdn=qla.")
     load = recipe.checkpoint.load
     if load is not None and not (Path(load) / "latest_checkpointed_iteration.txt").is_file():
         faults.append(f"checkpoint.load: {load} holds no checkpoint (no latest_checkpointed_iteration.txt in it).")
+    elif load is not None and recipe.checkpoint.load_step is not None:
+        step_folder = Path(load) / f"iter_{recipe.checkpoint.load_step:07d}"
+        if not step_folder.is_dir():
+            there = ", ".join(sorted(found.name for found in Path(load).glob("iter_*")))
+            faults.append(f"checkpoint.load_step: {step_folder} does not exist; there are {there}.")
     if faults:
         raise RecipeError("\n".join(faults))
 
@@ -82,9 +90,9 @@ def _is_weight(text: str) -> bool:
 
 def _numbers(recipe: Recipe) -> Iterator[str]:
     positive = {
-        "model": "hidden_size num_layers num_heads num_kv_heads gdn_value_heads gdn_key_heads gdn_key_dim "
-        "gdn_value_dim "
-        "gdn_conv_width attention_interval head_dim max_position vocab_size padded_vocab_size experts_per_token",
+        "model": "hidden_size num_layers num_heads num_kv_heads head_dim attention_interval gdn_value_heads "
+        "gdn_key_heads gdn_key_dim gdn_value_dim gdn_conv_width max_position vocab_size padded_vocab_size "
+        "experts_per_token",
         "parallel": "gpus tensor context pipeline expert gpus_per_node",
         "data": "sequence_length alignment",
         "train": "steps global_batch evaluate_every evaluate_sequences log_every",
@@ -103,8 +111,7 @@ def _processes(recipe: Recipe) -> Iterator[str]:
     if p.gpus % product:
         yield (
             f"parallel.gpus={p.gpus} is not a multiple of tensor x context x pipeline = {p.tensor} x {p.context} x "
-            f"{p.pipeline} = "
-            f"{product}, so data-parallel groups come out uneven. Change one of the four."
+            f"{p.pipeline} = {product}, so data-parallel groups come out uneven. Change one of the four."
         )
     if p.sequence and p.tensor == 1:
         yield (
@@ -123,8 +130,7 @@ def _heads(recipe: Recipe) -> Iterator[str]:
     if split > m.gdn_key_heads:
         yield (
             f"parallel.tensor x parallel.context = {split} is more than the {m.gdn_key_heads} key heads of a GDN "
-            "layer, which are "
-            "spread over them. Lower one; use data or pipeline parallel instead."
+            "layer, which are spread over them. Lower one; use data or pipeline parallel instead."
         )
     else:
         for name in ("gdn_key_heads", "gdn_value_heads", "num_heads"):
@@ -138,8 +144,13 @@ def _heads(recipe: Recipe) -> Iterator[str]:
     if m.num_kv_heads % p.tensor and p.tensor % m.num_kv_heads:
         yield (
             f"model.num_kv_heads={m.num_kv_heads} and parallel.tensor={p.tensor}: one must divide the other, so that "
-            "every process "
-            "holds whole heads. Change parallel.tensor."
+            "every process holds whole heads. Change parallel.tensor."
+        )
+    here = max(m.num_kv_heads // p.tensor, 1)
+    if here % p.context and not build.has_transformer_engine():
+        yield (
+            f"parallel.context={p.context} exchanges heads, but a tensor-parallel process has {here} of the "
+            f"model.num_kv_heads={m.num_kv_heads}. Lower parallel.context or parallel.tensor."
         )
 
 
@@ -186,8 +197,7 @@ def _experts(recipe: Recipe) -> Iterator[str]:
     if p.gpus % (p.expert * p.pipeline):
         yield (
             f"parallel.gpus={p.gpus} is not a multiple of expert x pipeline = {p.expert} x {p.pipeline}: the expert "
-            "groups of a "
-            "stage come out uneven. Lower parallel.expert."
+            "groups of a stage come out uneven. Lower parallel.expert."
         )
     if p.tensor > 1 and not p.sequence:
         yield "A mixture of experts with parallel.tensor > 1 trains only with parallel.sequence=true (Megatron's rule)."
@@ -205,8 +215,7 @@ def _layers(recipe: Recipe) -> Iterator[str]:
     elif stages > 0 and (middle < stages or middle % stages):
         yield (
             f"model.num_layers={m.num_layers}: {middle} layer(s) cannot be split evenly over {stages} pipeline "
-            "stage(s). Change "
-            "parallel.pipeline, or set parallel.first_stage_layers and parallel.last_stage_layers."
+            "stage(s). Change parallel.pipeline, or set parallel.first_stage_layers and parallel.last_stage_layers."
         )
     elif stages == 0 and middle:
         yield (
@@ -216,8 +225,7 @@ def _layers(recipe: Recipe) -> Iterator[str]:
     elif p.layers_per_virtual_stage and (m.num_layers // p.pipeline) % p.layers_per_virtual_stage:
         yield (
             f"parallel.layers_per_virtual_stage={p.layers_per_virtual_stage} does not divide the "
-            f"{m.num_layers // p.pipeline} layers "
-            "of a stage. Change it."
+            f"{m.num_layers // p.pipeline} layers of a stage. Change it."
         )
     if m.stack == "hybrid" and m.gdn == "megatron":
         yield "model.gdn=megatron is there for model.stack=gpt only. Change one of them."
@@ -235,8 +243,7 @@ def _sequence(recipe: Recipe) -> Iterator[str]:
             f"data.sequence_length={length} is not a multiple of {align}, to which packed documents are aligned (the "
             "least common "
             "multiple of data.alignment, 2 x context and tensor where sequence parallel). The next ones are "
-            f"{length // align * align} "
-            f"and {math.ceil(length / align) * align}."
+            f"{length // align * align} and {math.ceil(length / align) * align}."
         )
     if length > recipe.model.max_position:
         yield f"data.sequence_length={length} is more than model.max_position={recipe.model.max_position}. Raise that."
@@ -251,15 +258,13 @@ def _batch(recipe: Recipe) -> Iterator[str]:
         if value % data:
             yield (
                 f"train.{name}={value} is not a multiple of the data parallel size {data} (gpus over tensor x "
-                "context x pipeline), "
-                "so the processes would get unequal shares. Change it, or parallel.gpus."
+                "context x pipeline), so the processes would get unequal shares. Change it, or parallel.gpus."
             )
     p = recipe.parallel
     if p.layers_per_virtual_stage and (t.global_batch // data) % p.pipeline:
         yield (
             f"The interleaved pipeline schedule needs a multiple of parallel.pipeline={p.pipeline} micro-batches a "
-            "step, got "
-            f"{t.global_batch // data}. Change train.global_batch."
+            f"step, got {t.global_batch // data}. Change train.global_batch."
         )
 
 
@@ -268,8 +273,7 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
     if o.warmup_steps >= (o.decay_steps or t.steps):
         yield (
             f"optimizer.warmup_steps={o.warmup_steps} leaves nothing of the {o.decay_steps or t.steps} steps of the "
-            "schedule "
-            "(optimizer.decay_steps, or train.steps). Lower it."
+            "schedule (optimizer.decay_steps, or train.steps). Lower it."
         )
     if o.min_lr > o.lr:
         yield f"optimizer.min_lr={o.min_lr} is above optimizer.lr={o.lr}. Lower it."

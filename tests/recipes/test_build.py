@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,15 +97,14 @@ def test_changed_fields_reach_megatron(
     assert {key: getattr(args, key) for key in wanted} == wanted
 
 
-def test_checkpoint_of_the_run_folder_goes_before_that_of_another(tmp_path: object) -> None:
-    own = f"{tmp_path}/run"
+def test_checkpoint_of_the_run_folder_goes_before_that_of_another(tmp_path: Path) -> None:
+    own = tmp_path / "run"
     changes = [f"checkpoint.folder={own}", "checkpoint.load=elsewhere"]
     recipe = overrides.apply(catalogue.find("tiny_pretrain_2k_2xcpu"), changes)
     flags = build.megatron_flags(recipe, "test")
     assert flags[flags.index("--load") + 1] == "elsewhere"
-    os.makedirs(f"{own}/checkpoints")  # noqa: PTH103
-    with open(f"{own}/checkpoints/latest_checkpointed_iteration.txt", "w") as file:  # noqa: PTH123
-        file.write("5")
+    (own / "checkpoints").mkdir(parents=True)
+    (own / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
     flags = build.megatron_flags(recipe, "test")
     assert flags[flags.index("--load") + 1] == f"{own}/checkpoints"
 

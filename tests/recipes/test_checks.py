@@ -29,6 +29,9 @@ REFUSED = [  # recipe, changes, words of the reason
     pytest.param(
         DENSE, "model.num_heads=48 model.num_kv_heads=6 parallel.tensor=4", "one must divide the other", id="kv-over-tp"
     ),
+    pytest.param(
+        DENSE, "parallel.context=4 parallel.tensor=2 train.global_batch=64", "exchanges heads", id="kv-over-context"
+    ),
     pytest.param(TINY, "model.ffn_hidden_size=257", "ffn_hidden_size=257 cannot be split", id="ffn"),
     pytest.param(TINY, "model.padded_vocab_size=319", "padded_vocab_size=319 cannot be split", id="vocabulary-odd"),
     pytest.param(TINY, "model.padded_vocab_size=256", "less than model.vocab_size=257", id="vocabulary-small"),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_refusal_is_one_clear_message(arguments: list[str], message: str, capsys
 
 
 def test_without_torchrun_the_line_to_type_is_shown(
-    tmp_path: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     prefix = f"{tmp_path}/data"
@@ -125,7 +126,7 @@ def test_several_nodes_in_the_launch_line() -> None:
     assert "--nnodes 2 --nproc-per-node 8" in command
 
 
-def test_machine_that_lacks_things_is_refused_by_name(tmp_path: object) -> None:
+def test_machine_that_lacks_things_is_refused_by_name(tmp_path: Path) -> None:
     recipe = catalogue.find(NINE)
     with pytest.raises(checks.RecipeError) as refusal:
         checks.check_machine(recipe, {"WORLD_SIZE": "4"}, has_cuda=False)
@@ -137,6 +138,11 @@ def test_machine_that_lacks_things_is_refused_by_name(tmp_path: object) -> None:
         checks.check_machine(recipe, {"WORLD_SIZE": "8"}, has_cuda=True)
     recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, load=str(tmp_path)))
     with pytest.raises(checks.RecipeError, match="holds no checkpoint"):
+        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, has_cuda=True)
+    Path(f"{tmp_path}/iter_0000007").mkdir()
+    Path(f"{tmp_path}/latest_checkpointed_iteration.txt").write_text("7")
+    recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, load_step=5))
+    with pytest.raises(checks.RecipeError, match="there are iter_0000007"):
         checks.check_machine(recipe, {"WORLD_SIZE": "8"}, has_cuda=True)
 
 
