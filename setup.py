@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 setup(
     name="qla-megatron",
     version="0.1.0",
-    description="Gated DeltaNet training for Megatron: kernels for Hopper, a tensor-parallel layer, pretraining recipes",
+    description="Gated DeltaNet for Megatron: kernels for Hopper, a tensor-parallel layer, pretraining recipes",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
