@@ -67,29 +67,33 @@ def let_megatron_save_float32_parameters() -> None:
 def _sharded_state_dict(optimizer: Any, model_sharded_state_dict: Any, is_loading: bool) -> Any:
     """As Megatron's method, over all parameters in the optimizer's order.
 
-    A float32 parameter is its own master copy. It is saved as one, too, as Megatron's half-precision layer has one;
-    loading leaves it out, since the list is then longer than the optimizer's list of masters.
+    A float32 parameter is its own master copy. A copy of it is saved as one, too, for Megatron's half-precision layer
+    to load; loading leaves the copy out, which then stands beyond the end of the optimizer's list of masters.
     """
     if is_loading:
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     groups = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
     model_of = {main: model for mains, models in groups for main, model in zip(mains, models, strict=True)}
-    mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
+    mains = _all([group["params"] for group in optimizer.optimizer.param_groups])
     sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, [model_of.get(main, main) for main in mains])
     number = {main: n for n, main in enumerate(mains)}
 
     state = optimizer.state_dict()
-    both = zip(optimizer.fp32_from_float16_groups, optimizer.fp32_from_fp32_groups, strict=True)
+    full = [[p.detach().clone() for p in group] for group in optimizer.fp32_from_fp32_groups]
+    number |= {copy: number[p] for copy, p in zip(_all(full), _all(optimizer.fp32_from_fp32_groups), strict=True)}
     state["fp32_from_fp16_params"] = [
         [
-            # Cloned: what is loaded for a parameter comes with the model, not with the copy that is left out.
-            make_sharded_optimizer_tensor(sharded[number[p]], p.detach().clone(), "optimizer.state.fp32_param")
-            for p in (*of_half, *of_full)
+            make_sharded_optimizer_tensor(sharded[number[p]], p, "optimizer.state.fp32_param")
+            for p in (*masters, *copies)
         ]
-        for of_half, of_full in both
+        for masters, copies in zip(optimizer.fp32_from_float16_groups, full, strict=True)
     ]
     step = optimizer._extract_common_per_param_step(state["optimizer"])
     optim_state_to_sharding_state(state["optimizer"], sharded, exclude_keys=("step",))
     if step:
         state["optimizer"]["state"]["common_step"] = step
     return state
+
+
+def _all(groups: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [tensor for group in groups for tensor in group]

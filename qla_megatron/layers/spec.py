@@ -102,10 +102,11 @@ def gpt_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
 
 
 def mtp_block_spec(config: Any, vp_stage: int | None = None) -> MultiTokenPredictionBlockSubmodules | None:
-    """The multi-token prediction layers of this stage for GPTModel: full attention and the MLP of the last layer.
+    """The multi-token prediction layers of this stage for GPTModel, whose inner layer is like the model's last one.
 
-    None where `mtp_num_layers` is not set or another stage has them. Megatron 0.19's own builder refuses Gated DeltaNet
-    models here (get_gpt_decoder_layer_specs asserts that there is no attention variant).
+    That has to be full attention, as Megatron asks. None where `mtp_num_layers` is not set or another stage has them.
+    Megatron 0.19's own builder refuses Gated DeltaNet models here: get_gpt_decoder_layer_specs asserts that there is no
+    attention variant.
     """
     config = getattr(config, "transformer", config)
     if not config.mtp_num_layers:
@@ -114,8 +115,7 @@ def mtp_block_spec(config: Any, vp_stage: int | None = None) -> MultiTokenPredic
         backend = megatron_specs._get_backend_spec_provider(config)
         layers = megatron_specs.get_transformer_layer_with_experimental_attention_variant_spec(config, backend)
         return swap_gdn(get_gpt_mtp_block_spec_for_backend(config, layers[-1], backend, vp_stage=vp_stage))
-    attention = attention_layer(config, is_moe=is_moe_layer(config)[-1])
-    return get_gpt_mtp_block_spec_for_backend(config, attention, LocalBackend(), vp_stage=vp_stage)
+    return get_gpt_mtp_block_spec_for_backend(config, local_layer_specs(config)[-1], LocalBackend(), vp_stage=vp_stage)
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -154,7 +154,7 @@ def swap_gdn(spec: Any) -> Any:
     Raises:
         TypeError: a function, which has to be called first: swap what it returns.
     """
-    if isinstance(spec, (list, tuple, type, ModuleSpec)) or dataclasses.is_dataclass(spec) or spec is None:
+    if isinstance(spec, (list, type, ModuleSpec)) or dataclasses.is_dataclass(spec) or spec is None:
         return _swapped(spec, {})
     raise TypeError(
         f"spec must be a ModuleSpec, a dataclass of submodules, a class or a list, got {type(spec).__name__}"

@@ -11,7 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDeltaNet
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.ssm.gated_delta_net import common as megatron_common
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -93,6 +95,20 @@ def make_layer(config: TransformerConfig, groups: ProcessGroupCollection | None,
     """The layer from local modules."""
     submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear)
     return GatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups, **arguments)
+
+
+def make_megatrons_layer(
+    config: TransformerConfig, groups: ProcessGroupCollection, **arguments: Any
+) -> torch.nn.Module:
+    """Megatron's own layer, on its torch rule (`deterministic_mode`) and a stand-in for the one function of
+    flash-linear-attention that it calls even so."""
+    megatron_common.HAVE_FLA, megatron_common.l2norm = True, _l2norm
+    submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear)
+    return MegatronGatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups, **arguments)
+
+
+def _l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + eps)
 
 
 def random_weights(seed: int = 0) -> dict[str, Tensor]:

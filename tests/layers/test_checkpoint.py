@@ -1,5 +1,6 @@
 """Checkpoints of the layer: saved at one tensor parallel size, loaded at another, with Adam's moments."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from layer_cases import (
     load,
     make_config,
     make_layer,
+    make_megatrons_layer,
     random_weights,
     share,
     split_groups,
@@ -20,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDeltaNet
 from torch import Tensor
 
 from qla_megatron.layers.projections import HeadSizes, join_from_ranks, split_over_ranks
@@ -27,6 +30,7 @@ from qla_megatron.recipes import upstream
 from qla_megatron.testing.distributed import run_ranks
 
 FLOAT32 = {"A_log", "dt_bias", "out_norm.weight"}
+LAYERS = ("ours", "megatron")
 KINDS = ("float32", "bfloat16", "distributed")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TOKENS, PREFIX = 64, "decoder.layers.0.self_attention."
@@ -38,13 +42,14 @@ class Training:
     Kinds: float32, bfloat16, and bfloat16 with the distributed optimizer.
     """
 
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, which: str, kind: str, seed: int) -> None:
         upstream.apply()  # without it, the distributed optimizer cannot load where Transformer Engine is missing
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         bf16, self.distributed = kind != "float32", kind == "distributed"
         self.dtype = torch.bfloat16 if bf16 else torch.float32
-        config = make_config(tensor_model_parallel_size=self.ranks, bf16=bf16)
-        self.layer = make_layer(config, split_groups(), conv_bias=True)
+        config = make_config(tensor_model_parallel_size=self.ranks, bf16=bf16, deterministic_mode=True)
+        make = make_layer if which == "ours" else make_megatrons_layer
+        self.layer = make(config, split_groups(), conv_bias=True)
         load(self.layer, random_weights(seed), self.rank, self.ranks)
         if bf16:
             self.layer.bfloat16()
@@ -61,6 +66,8 @@ class Training:
         x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(1)).to(self.dtype)
         self.model(x, None)[0].float().square().mean().backward()
         finalize_model_grads([self.model])
+        if type(self.layer) is MegatronGatedDeltaNet:  # which Megatron does not do without sequence parallelism
+            dist.all_reduce(self.layer.out_norm.weight.main_grad)
         succeeded, _, _ = self.optimizer.step()
         assert succeeded
 
@@ -101,40 +108,46 @@ def gathered(name: str, piece: Tensor) -> Tensor:
 
 
 def _save(folder: Path) -> None:
-    for kind in KINDS:
-        training = Training(kind, seed=0)
+    for which, kind in itertools.product(LAYERS, KINDS):
+        training, name = Training(which, kind, seed=0), f"{which} {kind}"
         for _ in range(2):
             training.step()
         whole = {name: gathered(name, piece) for name, piece in training.state().items()}
         if dist.get_rank() == 0:
-            (folder / kind).mkdir()
-            torch.save(whole, folder / f"{kind}.pt")
+            (folder / name).mkdir()
+            torch.save(whole, folder / f"{name}.pt")
         dist.barrier()
-        dist_checkpointing.save(training.sharded(is_loading=False), str(folder / kind))
+        dist_checkpointing.save(training.sharded(is_loading=False), str(folder / name))
 
 
-def _load(folder: Path) -> None:
+def _load(folder: Path, writer: str, reader: str) -> None:
     for kind in KINDS:
-        training = Training(kind, seed=7)
-        loaded = dist_checkpointing.load(training.sharded(is_loading=True), str(folder / kind))
+        training, where = Training(reader, kind, seed=7), f"{kind}, from {writer} to {reader}"
+        loaded = dist_checkpointing.load(training.sharded(is_loading=True), str(folder / f"{writer} {kind}"))
         training.layer.load_state_dict({name.removeprefix(PREFIX): t for name, t in loaded["model"].items()})
         training.optimizer.load_state_dict(loaded["optimizer"])
-        whole, state = torch.load(folder / f"{kind}.pt"), training.state()
+        whole, state = torch.load(folder / f"{writer} {kind}.pt"), training.state()
         assert set(state) == set(whole)
-        for name, piece in state.items():
-            expected = share(name.split(":")[0], whole[name], training.rank, training.ranks)
-            assert torch.equal(piece, expected), f"{name}, {kind}, tensor parallel size {training.ranks}"
+        for key, piece in state.items():
+            name, what = key.split(":")
+            expected = share(name, whole[key], training.rank, training.ranks)
+            if kind == "bfloat16" and reader == "ours" != writer and name in FLOAT32 and what == "param":
+                expected = expected.bfloat16().float()  # the model's copy; the distributed optimizer loads its own
+            assert torch.equal(piece, expected), f"{key}, {where}, tensor parallel size {training.ranks}"
             assert piece.dtype == torch.float32
         for name, parameter in training.layer.named_parameters():
-            assert parameter.dtype == (torch.float32 if name in FLOAT32 else training.dtype), f"{name}, {kind}"
-            assert torch.equal(parameter, state[f"{name}:param"].to(parameter.dtype)), f"{name}, {kind}"
+            is_full = reader == "ours" and name in FLOAT32
+            assert parameter.dtype == (torch.float32 if is_full else training.dtype), f"{name}, {where}"
+            assert torch.equal(parameter, state[f"{name}:param"].to(parameter.dtype)), f"{name}, {where}"
         training.step()  # and it goes on
 
 
 def test_parameters_and_moments_reshard(tmp_path: Path) -> None:
     run_ranks(_save, 2, tmp_path)
     for ranks in (4, 1):
-        run_ranks(_load, ranks, tmp_path)
+        run_ranks(_load, ranks, tmp_path, "ours", "ours")
+    run_ranks(_load, 1, tmp_path, "megatron", "ours")
+    run_ranks(_load, 1, tmp_path, "ours", "megatron")
 
 
 def test_no_weight_decay_for_gates_and_norms() -> None:
@@ -142,7 +155,7 @@ def test_no_weight_decay_for_gates_and_norms() -> None:
 
 
 def _check_weight_decay() -> None:
-    training = Training("float32", seed=0)
+    training = Training("ours", "float32", seed=0)
     names = {id(p): name for name, p in training.layer.named_parameters()}
     decayed = {
         names[id(p)] for group in training.optimizer.param_groups if group["wd_mult"] > 0 for p in group["params"]

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as megatron_specs
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -336,5 +337,8 @@ def _check_swap() -> None:
     assert spec.swap_gdn(by_name).module is GatedDeltaNet
     assert spec.swap_gdn([MegatronGatedDeltaNet, RowParallelLinear]) == [GatedDeltaNet, RowParallelLinear]
     assert spec.swap_gdn(None) is None
+    stack = hybrid_layer_specs.hybrid_stack_spec
+    assert spec.swap_gdn(stack).submodules.gdn_layer.submodules.self_attention.module is GatedDeltaNet
+    assert stack.submodules.gdn_layer.submodules.self_attention.module is MegatronGatedDeltaNet
     with pytest.raises(TypeError, match=r"spec must be a ModuleSpec.*got function"):
         spec.swap_gdn(spec.gpt_block_spec)

@@ -1,8 +1,4 @@
-"""Megatron's own layer and ours: the same outputs and gradients from one checkpoint, either way round.
-
-Megatron's layer runs on its torch rule (deterministic mode). Even that needs flash-linear-attention for one function,
-the l2norm of queries and keys, which this file stands in for.
-"""
+"""Megatron's own layer and ours: the same outputs and gradients from one checkpoint, either way round."""
 
 import itertools
 from pathlib import Path
@@ -16,27 +12,20 @@ from layer_cases import (
     load,
     make_config,
     make_layer,
+    make_megatrons_layer,
     random_weights,
     split_groups,
     sum_replicated_gradients,
 )
 from megatron.core import dist_checkpointing
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDeltaNet
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
-from megatron.core.ssm.gated_delta_net import common as megatron_common
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from qla_megatron.layers.norms import RMSNorm
 from qla_megatron.testing.distributed import run_ranks
 
 TOLERANCE = 1e-5  # float32
 DTYPES = (torch.float32, torch.bfloat16)
 TOKENS, PREFIX = 80, "decoder.layers.0.self_attention."
-
-
-def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + eps)
 
 
 def make(which: str, **changes: object) -> torch.nn.Module:
@@ -45,9 +34,7 @@ def make(which: str, **changes: object) -> torch.nn.Module:
     config = make_config(**settings)
     if which == "ours":
         return make_layer(config, split_groups(), conv_bias=True)
-    megatron_common.HAVE_FLA, megatron_common.l2norm = True, l2norm
-    submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear)
-    return MegatronGatedDeltaNet(config, submodules, layer_number=1, conv_bias=True, pg_collection=split_groups())
+    return make_megatrons_layer(config, split_groups(), conv_bias=True)
 
 
 def one_step(layer: torch.nn.Module) -> dict[str, Tensor]:
