@@ -211,7 +211,7 @@ def test_tied_embeddings() -> None:
     assert_same(megatron_to_hf(state, layout), hf)
 
 
-def broken(layout: Layout, state: dict[str, torch.Tensor], change: dict[str, Any]) -> dict[str, torch.Tensor]:
+def broken(state: dict[str, torch.Tensor], change: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in (state | change).items() if tensor is not None}
 
 
@@ -230,10 +230,10 @@ def test_errors_name_the_tensor() -> None:
         ({"lm_head.weight": torch.ones(91, 48)}, r"lm_head.weight \(91, 48\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            hf_to_megatron(broken(layout, hf, change), layout)
+            hf_to_megatron(broken(hf, change), layout)
     state = hf_to_megatron(hf, layout)
     with pytest.raises(ValueError, match="1 missing"):
-        megatron_to_hf(broken(layout, state, {"decoder.final_layernorm.weight": None}), layout)
+        megatron_to_hf(broken(state, {"decoder.final_layernorm.weight": None}), layout)
     with pytest.raises(ValueError, match=r"1 more \(decoder.layers.0.unknown\)"):
         megatron_to_hf(state | {"decoder.layers.0.unknown": torch.ones(1)}, layout)
     with pytest.raises(ValueError, match="names must be those of a Megatron GPTModel"):
@@ -271,7 +271,7 @@ def megatron_config(
             "moe_shared_expert_gate": True,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "allgather",
+            "moe_token_dispatcher_type": "alltoall",
             "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         }
     return TransformerConfig(
