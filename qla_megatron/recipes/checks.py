@@ -95,7 +95,7 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
         "experts_per_token",
         "parallel": "gpus tensor context pipeline expert gpus_per_node",
         "data": "sequence_length alignment",
-        "train": "steps global_batch evaluate_every evaluate_sequences log_every",
+        "train": "steps global_batch evaluate_every log_every",
         "checkpoint": "save_every",
     }
     for part, names in positive.items():

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     launch([*shared, *train, f"checkpoint.folder={folder / 'run'}"], console)
 
     start = [f"checkpoint.load={folder / 'run' / 'checkpoints'}", f"checkpoint.load_step={steps - again}"]
-    start += ["checkpoint.save=false", "train.evaluate_sequences=1", "train.log_every=5"]
+    start += ["checkpoint.save=false", "train.evaluate_sequences=0", "train.log_every=5"]
     say(console, f"2. Resume at step {steps - again} in a new launch: the same losses must come out")
     launch([*shared, *start, f"checkpoint.folder={folder / 'resumed'}"], console)
 

@@ -151,7 +151,7 @@ class Train:
     evaluate_every: int = 500
     """Steps between two evaluations on held-out documents; there is always one at the start and one at the end."""
     evaluate_sequences: int = 256
-    """Held-out sequences of one evaluation, always the same ones."""
+    """Held-out sequences of one evaluation, always the same ones; 0: no evaluation."""
     evaluate_without_mixers: bool = False
     """Evaluate once more at the end with every mixer's output (GDN and attention) set to zero: what the model owes to
     them."""

@@ -96,6 +96,8 @@ def start(recipe: Recipe, options: argparse.Namespace, arguments: list[str]) -> 
                 f"this recipe needs {recipe.parallel.gpus} processes. Start them with\n    {shlex.join(command)}\n"
                 "or, if they all run on this machine, add --launch."
             )
+        if recipe.parallel.device == "cpu":
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for one another are slow on busy cores
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command[1:]])
     if not inside_torchrun:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

@@ -86,7 +86,8 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
         builder = BlendedMegatronDatasetBuilder(
             PackedDataset, samples, lambda: parallel_state.get_tensor_model_parallel_rank() == 0, config
         )
-        training, hooks.held_out, _ = builder.build()
+        training, held_out, _ = builder.build()
+        hooks.held_out = held_out if recipe.train.evaluate_sequences else None
         args.consumed_valid_samples = (
             0  # the hooks read the held-out set from its beginning, Megatron would go on in it
         )

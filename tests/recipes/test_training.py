@@ -109,16 +109,18 @@ def test_resumed_losses_equal_the_uninterrupted_ones(whole_run: Path, corpus: st
 
 def test_one_process_gives_the_losses_of_two(whole_run: Path, corpus: str, tmp_path: Path) -> None:
     start = [f"checkpoint.load={whole_run}/checkpoints", "checkpoint.load_step=3", "checkpoint.save=false"]
+    start.append("train.evaluate_sequences=0")
     one = ["parallel.gpus=1", "parallel.tensor=1", "parallel.sequence=false", "train.stop_after=5"]
     run_ranks(train_on_this_rank, 1, DENSE, [*SHORT, corpus, *start, *one, f"checkpoint.folder={tmp_path}"])
     single = losses(tmp_path)
     assert sorted(single) == [4, 5]
+    assert not read_log(tmp_path)["held_out_loss"]
     for step, loss in single.items():
         assert loss == pytest.approx(losses(whole_run)[step], rel=1e-5)
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(corpus: str, tmp_path: Path) -> None:
-    command = [*SHORT, corpus, "train.steps=200", f"checkpoint.folder={tmp_path}", "train.evaluate_sequences=1"]
+    command = [*SHORT, corpus, "train.steps=200", f"checkpoint.folder={tmp_path}", "train.evaluate_sequences=0"]
     command += ["parallel.gpus=1", "parallel.tensor=1", "parallel.sequence=false", "train.log_every=1"]
     run_ranks(train_on_this_rank, 1, DENSE, command, 0.2)
     saved = read_log(tmp_path)["saved"]
