@@ -350,11 +350,10 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         self,
         cu_seqlens_padded: Tensor | None,
         cu_seqlens_actual: Tensor | None,
-        total: int,
+        total_seq_len: int,
         name: str,
         cp_size: int = 1,
     ) -> Tensor:
         """Megatron's name for choosing offsets, for those who call it; `forward` uses packing.py itself."""
-        return checked_offsets(
-            cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded, total, name, cp_size
-        )
+        chosen = cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
+        return checked_offsets(chosen, total_seq_len, name, cp_size)

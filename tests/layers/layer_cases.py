@@ -42,6 +42,7 @@ WHOLE = {  # shapes of the whole layer's parameters
     "out_proj.weight": (HIDDEN, VALUES),
     "out_proj.bias": (HIDDEN,),
 }
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]}
 COLUMNS = ("out_proj.weight",)  # split over columns; what is in neither table is replicated
 
 

@@ -1,10 +1,13 @@
 """The layer under context parallelism equals the layer on the whole sequence, dense and packed, zigzag in and out."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import (
     HIDDEN,
+    RECOMPUTE,
     alone,
     assert_close,
     load,
@@ -35,14 +38,19 @@ def zigzag(tokens: Tensor, lengths: list[int], rank: int, ranks: int) -> Tensor:
     return torch.cat(held)
 
 
-def check_shards_equal_whole(documents: list[int] | None, sequence_parallel: bool = False) -> None:
+def check_shards_equal_whole(
+    documents: list[int] | None, sequence_parallel: bool = False, **config_changes: Any
+) -> None:
     tp, cp = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size())
     tp_rank, cp_rank = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank())
     whole = make_layer(make_config(), alone(), conv_bias=True)
     weights = random_weights()
     load(whole, weights)
     config = make_config(
-        tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sequence_parallel and tp > 1
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        sequence_parallel=sequence_parallel and tp > 1,
+        **config_changes,
     )
     split = make_layer(config, split_groups(), conv_bias=True, cp_comm_type="p2p")
     load(split, weights, tp_rank, tp)
@@ -82,6 +90,7 @@ def _check_dense_and_packed() -> None:
         check_shards_equal_whole(documents)
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         check_shards_equal_whole(DOCUMENTS, sequence_parallel=True)
+    check_shards_equal_whole(DOCUMENTS, **RECOMPUTE)  # with the way back of the exchange inside
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -11,6 +11,7 @@ from layer_cases import (
     KEY_DIM,
     KEY_HEADS,
     QUERIES,
+    RECOMPUTE,
     VALUE_DIM,
     VALUE_HEADS,
     VALUES,
@@ -196,8 +197,7 @@ def test_recomputing_the_norm_changes_no_bit() -> None:
 
 def _check_recompute() -> None:
     results = []
-    selective = {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]}
-    for changes in ({}, selective):
+    for changes in ({}, RECOMPUTE):
         layer = make_layer(make_config(**changes), alone())
         assert layer.recompute_norm_out == bool(changes)
         load(layer, random_weights())

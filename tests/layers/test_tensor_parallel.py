@@ -1,5 +1,7 @@
 """The layer split over tensor parallel ranks equals the whole layer: outputs and every gradient."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from layer_cases import (
     COLUMNS,
     HIDDEN,
     PARTS,
+    RECOMPUTE,
     alone,
     assert_close,
     load,
@@ -27,7 +30,7 @@ TOLERANCE = 1e-5  # float32
 TOKENS, BATCH = 80, 2  # a whole chunk of 64 and a rest; a multiple of 8 ranks for sequence parallelism
 
 
-def whole_and_split(sequence_parallel: bool, documents: list[int] | None = None, **config_changes: bool):
+def whole_and_split(sequence_parallel: bool, documents: list[int] | None, **config_changes: Any):
     """One step of the whole layer and of the split one on the same data; what of the whole each rank should see."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batch = 1 if documents else BATCH
@@ -51,9 +54,11 @@ def whole_and_split(sequence_parallel: bool, documents: list[int] | None = None,
     return results, here
 
 
-def check_split_equals_whole(sequence_parallel: bool, documents: list[int] | None = None) -> None:
+def check_split_equals_whole(
+    sequence_parallel: bool, documents: list[int] | None = None, **config_changes: Any
+) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    ((whole, y, dx), (split, y_split, dx_split)), here = whole_and_split(sequence_parallel, documents)
+    ((whole, y, dx), (split, y_split, dx_split)), here = whole_and_split(sequence_parallel, documents, **config_changes)
     assert_close(y_split, y[here], TOLERANCE, "output")
     assert_close(dx_split, dx[here], TOLERANCE, "input gradient")
     gradients = {name: p.grad for name, p in whole.named_parameters()}
@@ -72,6 +77,8 @@ def _check_with_and_without_sequence_parallel() -> None:
         check_split_equals_whole(sequence_parallel)
         # Under sequence parallelism a rank sees a piece of a document; offsets are those of the gathered sequence.
         check_split_equals_whole(sequence_parallel, documents=[1, 30, 49])
+    # The norm's gradient is summed where the norm is computed: with recomputing, inside the backward pass.
+    check_split_equals_whole(sequence_parallel=False, **RECOMPUTE)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
