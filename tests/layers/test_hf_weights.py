@@ -326,12 +326,14 @@ def megatron_model(layout: Layout, config: dict[str, Any], settings: Transformer
     ).eval()
 
 
+def tensor_parallel() -> tuple[int, int]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    return group.size(), group.rank()
+
+
 def shapes_of_built_models(splits_experts: bool) -> None:
     """On a rank: the converted tensors have the names and shapes of a built model's, MTP layers too."""
-    ranks, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    ranks, rank = tensor_parallel()
     for kind in KINDS:
         hf, config = tensors_of(kind)
         layout = layout_from_hf(config, hf)
@@ -348,29 +350,18 @@ def test_names_and_shapes_are_those_of_the_model(splits_experts: bool) -> None:
     run_ranks(shapes_of_built_models, 2, splits_experts, expert_tensor_parallel=2 if splits_experts else 1)
 
 
-def megatron_logits(
-    hf: dict[str, torch.Tensor],
-    config: dict[str, Any],
-    tokens: torch.Tensor,
-    sequence_parallel: bool,
-    splits_experts: bool,
-) -> torch.Tensor:
-    """On a rank: our GPTModel from converted weights, run on `tokens` [B, T]; this rank's share of the vocabulary."""
-    ranks, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+def run_converted(
+    hf: dict[str, torch.Tensor], config: dict[str, Any], tokens: torch.Tensor, with_sequence: bool, splits_experts: bool
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """On a rank: our GPTModel from converted weights: its share of the logits of `tokens` [B, T], and its weights."""
+    ranks, rank = tensor_parallel()
     layout = layout_from_hf(config, hf)
-    model = megatron_model(layout, config, megatron_config(config, ranks, sequence_parallel))
-    state = hf_to_megatron(hf, layout)
-    shard = split_over_tensor_parallel(state, layout, ranks, splits_experts=splits_experts)[rank]
-    missing, unexpected = model.load_state_dict(shard, strict=False)
-    assert not unexpected
-    assert all(name.endswith("_extra_state") for name in missing), missing
-    assert_same(megatron_to_hf(state, layout), hf)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    model = megatron_model(layout, config, megatron_config(config, ranks, with_sequence))
+    shards = split_over_tensor_parallel(hf_to_megatron(hf, layout), layout, ranks, splits_experts=splits_experts)
+    missing, unexpected = model.load_state_dict(shards[rank], strict=False)
+    assert not [name for name in missing + unexpected if not name.endswith("_extra_state")]
     with torch.no_grad():
-        return model(tokens, positions, None).clone()
+        return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None).clone(), model.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -391,17 +382,13 @@ def test_both_models_give_the_same_logits(
     tokens = torch.randint(0, 90, (2, length), generator=torch.Generator().manual_seed(length))
     with torch.no_grad():
         expected = model(input_ids=tokens, use_cache=False).logits
-    shares = run_ranks(
-        megatron_logits,
-        ranks,
-        hf,
-        model.config.to_dict(),
-        tokens,
-        sequence_parallel,
-        splits_experts,
-        expert_tensor_parallel=ranks if splits_experts else 1,
-    )
-    got = torch.cat(shares, -1)
+    config = model.config.to_dict()
+    arguments = (hf, config, tokens, sequence_parallel, splits_experts)
+    results = run_ranks(run_converted, ranks, *arguments, expert_tensor_parallel=ranks if splits_experts else 1)
+    layout = layout_from_hf(config, hf)
+    merged = merge_tensor_parallel([weights for _, weights in results], layout, splits_experts=splits_experts)
+    assert_same(megatron_to_hf(merged, layout), hf)
+    got = torch.cat([logits for logits, _ in results], -1)
     assert got.shape == expected.shape
     assert relative_error(got, expected) < 1e-4
     # and no single token is off, as at a chunk's edge; one token alone has the cancellation of one sum
