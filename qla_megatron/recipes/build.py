@@ -39,7 +39,7 @@ def hybrid_pattern(recipe: Recipe) -> str:
 def megatron_flags(recipe: Recipe, name: str) -> list[str]:
     """The command line for Megatron's parser. `name` is the run's name, for its folder."""
     flags = _model(recipe) + _experts(recipe) + _parallel(recipe) + _precision(recipe) + _data(recipe, name)
-    return flags + _train(recipe) + _optimizer(recipe) + _checkpoint(recipe, name)
+    return flags + _train(recipe, name) + _optimizer(recipe) + _checkpoint(recipe, name)
 
 
 def _model(recipe: Recipe) -> list[str]:
@@ -134,7 +134,7 @@ def _data(recipe: Recipe, name: str) -> list[str]:
     return [str(flag) for flag in flags]
 
 
-def _train(recipe: Recipe) -> list[str]:
+def _train(recipe: Recipe, name: str) -> list[str]:
     t = recipe.train
     evaluation_batch = recipe.parallel.data
     flags = [
@@ -144,6 +144,8 @@ def _train(recipe: Recipe) -> list[str]:
         *("--eval-micro-batch-size", 1, "--eval-global-batch-size", evaluation_batch),
         *("--log-interval", t.log_every, "--exit-signal-handler", "--no-one-logger"),
     ]
+    if t.tensorboard:
+        flags += ["--tensorboard-dir", run_folder(recipe, name) / "tensorboard"]
     if t.stop_after is not None:
         flags += ["--exit-interval", t.stop_after]
     if t.recompute == "norms":

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ def make_data(prefix: Path, console: Console) -> None:
         say(console, f"0. Data: {prefix}.bin is there")
         return
     say(console, "0. Data: Python's standard library, one document a file, bytes as tokens")
-    from qla_megatron.data.corpus import stdlib_corpus, write_corpus
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron names what is not installed, Transformer Engine and Apex
+        from qla_megatron.data.corpus import stdlib_corpus, write_corpus
 
     info = write_corpus(stdlib_corpus(), prefix, "byte")
     console.print(f"{prefix}.bin: {info.documents} documents, {info.tokens:,} tokens")

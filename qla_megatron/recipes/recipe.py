@@ -157,6 +157,8 @@ class Train:
     them."""
     log_every: int = 10
     """Steps between two progress lines. Every step is recorded in the run folder."""
+    tensorboard: bool = False
+    """Write losses, learning rate and gradient norm for TensorBoard, too, into the run folder."""
     log_module_grad_norms: bool = False
     """Record the gradient norm of every module at each logged step, before clipping."""
     recompute: Literal["none", "norms", "full"] = "none"

@@ -19,7 +19,10 @@ def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
     """Run the recipe in this process, one of `world`, whose group is described by torchrun's environment variables.
 
     Prints progress on the last rank (the one that knows the loss with any pipeline) and writes the run folder:
-    recipe.yaml, log.jsonl (progress.py), checkpoints/, tensorboard/, megatron.rank*.log.
+    recipe.yaml, log.jsonl (progress.py), megatron.rank*.log, checkpoints/, and tensorboard/ where it is asked for.
+
+    Raises:
+        SystemExit: Megatron left with an exit code other than 0; its log says why.
     """
     folder = build.run_folder(recipe, name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,6 +41,9 @@ def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
             _pretrain(recipe, hooks)
         except SystemExit as exit_of_megatron:  # SIGTERM or train.stop_after: Megatron has saved and leaves by sys.exit
             if exit_of_megatron.code:
+                print(
+                    f"Megatron gave up; see {folder / f'megatron.rank{rank}.log'}", file=progress.terminal, flush=True
+                )
                 raise
             stopped = "Stopped"
     progress.flush()
@@ -88,9 +94,7 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
         )
         training, held_out, _ = builder.build()
         hooks.held_out = held_out if recipe.train.evaluate_sequences else None
-        args.consumed_valid_samples = (
-            0  # the hooks read the held-out set from its beginning, Megatron would go on in it
-        )
+        args.consumed_valid_samples = 0  # hooks.py reads from the beginning; Megatron would go on, and run out
         return training, hooks.held_out, None
 
     provide.is_distributed = True  # type: ignore[attr-defined]
@@ -151,6 +155,5 @@ def _say_goodbye(recipe: Recipe, name: str, progress: Progress, hooks: Any, how:
     else:
         progress.say(
             f"Checkpoint: {checkpoints}. To train on, run the same command with a larger train.steps; to start "
-            "another run from it, "
-            f"pass checkpoint.load={checkpoints}."
+            f"another run from it, pass checkpoint.load={checkpoints}."
         )

@@ -64,6 +64,9 @@ def test_arguments_come_out_of_megatrons_parser(name: str, monkeypatch: pytest.M
 CHANGED = [  # every optional argument once
     pytest.param("train.recompute=norms", {"recompute_modules": ["gdn_norm_out"]}, id="recompute-norms"),
     pytest.param("train.recompute=full", {"recompute_granularity": "full", "recompute_num_layers": 1}, id="recompute"),
+    pytest.param(
+        "train.tensorboard=true checkpoint.folder=there", {"tensorboard_dir": "there/tensorboard"}, id="tensorboard"
+    ),
     pytest.param("train.stop_after=5", {"exit_interval": 5}, id="stop"),
     pytest.param("data.paths=[0.3,a,0.7,b]", {"data_path": ["0.3", "a", "0.7", "b"]}, id="blend"),
     pytest.param("data.cache=there", {"data_cache_path": "there"}, id="cache"),

@@ -85,3 +85,13 @@ def test_published_covers_the_ten_sizes() -> None:
 def test_parameter_count_is_the_published_one(name: str) -> None:
     [counts] = run_ranks(count_on_this_rank, 1, MODELS[name])
     assert counts == PUBLISHED[name]
+
+
+def layer_settings_on_this_rank() -> tuple[object, str]:
+    tiny = catalogue.find("tiny_pretrain_2k_2xcpu").model
+    layer = built(replace(tiny, gdn_backend="reference", num_layers=4)).decoder.layers[0].self_attention
+    return layer.A_init_range, layer.backend
+
+
+def test_start_values_and_backend_reach_the_layer() -> None:
+    assert run_ranks(layer_settings_on_this_rank, 1) == [((0.01, 16.0), "reference")]
