@@ -28,7 +28,7 @@ def prepare_chunks_kernel(dtype: str) -> Any:
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
-    invert = f"qla::write_triangle<{PAIR_TYPES[dtype]}>"
+    write_inverse = f"qla::write_inverse<{PAIR_TYPES[dtype]}>"
 
     @T.prim_func
     def prepare_chunks(
@@ -43,12 +43,12 @@ def prepare_chunks_kernel(dtype: str) -> Any:
         with T.Kernel(slots * T.ceildiv(value_heads, HEADS), threads=32 * HEADS) as block:
             T.import_source(TRIANGULAR_INVERSE)
             keys = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
-            triangles = T.alloc_shared((HEADS, TRIANGLE), "float32")
-            gates = T.alloc_shared((HEADS, CHUNK), "float32", scope="shared")
-            strengths = T.alloc_shared((HEADS, CHUNK), "float32", scope="shared")
+            triangles = T.alloc_shared((HEADS - 1, TRIANGLE), "float32")
+            gates = T.alloc_shared((HEADS, CHUNK), "float32")
+            own = T.alloc_local((4,), "float32")
             products = T.alloc_fragment((CHUNK, CHUNK), "float32")
             loaded = T.alloc_barrier(128)
-            T.annotate_min_blocks_per_sm(3)
+            T.annotate_min_blocks_per_sm(4)
 
             first, last, document = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             middle, start, valid, head = (
@@ -58,7 +58,7 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                 T.alloc_var("int32"),
             )
             slot, head0 = T.alloc_var("int32"), T.alloc_var("int32")
-            first_key, key_count = T.alloc_var("int32"), T.alloc_var("int32")
+            last_key, key_count = T.alloc_var("int32"), T.alloc_var("int32")
             slot = T.truncdiv(block, T.ceildiv(value_heads, HEADS))
             head0 = (block - slot * T.ceildiv(value_heads, HEADS)) * HEADS
 
@@ -75,52 +75,67 @@ def prepare_chunks_kernel(dtype: str) -> Any:
             start = cu_seqlens[document] + (slot - cu_seqlens[document] // CHUNK - document) * CHUNK
             valid = T.min(cu_seqlens[document + 1] - start, CHUNK)
             if valid > 0:
-                first_key = T.truncdiv(head0, group)
-                key_count = T.truncdiv(T.min(head0 + HEADS, value_heads) - 1, group) - first_key + 1
-                T.tma_copy(k[start : start + CHUNK, first_key, 0:HEAD_DIM], keys, barrier=loaded)
+                # Heads and their keys go from the last to the first: see triangle_of.
+                last_key = T.truncdiv(T.min(head0 + HEADS, value_heads) - 1, group)
+                key_count = last_key - T.truncdiv(head0, group) + 1
+                T.tma_copy(k[start : start + CHUNK, last_key, 0:HEAD_DIM], keys, barrier=loaded)
                 T.barrier_arrive(loaded)
                 warp = T.get_thread_binding() // 32
                 head = head0 + warp
                 if head < value_heads:
                     T.call_extern(
                         "handle",
-                        "qla::sum_gates",
+                        "qla::load_gates",
+                        own.data,
                         T.address_of(g[start, head]),
                         T.address_of(beta[start, head]),
                         T.cast(value_heads, "int64"),
                         valid,
+                    )
+                T.barrier_wait(loaded, 0)
+                T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
+                if head < value_heads:
+                    T.call_extern(
+                        "handle",
+                        "qla::sum_gates",
+                        own.data,
                         T.address_of(gates[warp, 0]),
                         T.address_of(sums[slot, head, 0]),
-                        T.address_of(strengths[warp, 0]),
                     )
                 T.sync_threads()
-                for key in T.serial(key_count):
-                    T.barrier_wait(loaded, key % 2)
-                    T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
-                    T.sync_threads()
-                    if key + 1 < key_count:
-                        T.tma_copy(k[start : start + CHUNK, first_key + key + 1, 0:HEAD_DIM], keys, barrier=loaded)
+                for n in T.serial(key_count):
+                    key = last_key - n
+                    if n + 1 < key_count:
+                        T.tma_copy(k[start : start + CHUNK, key - 1, 0:HEAD_DIM], keys, barrier=loaded)
                         T.barrier_arrive(loaded)
-                    for n in T.serial(HEADS):
-                        if (head0 + n < value_heads) & (T.truncdiv(head0 + n, group) == first_key + key):
+                    for m in T.serial(HEADS):
+                        if (head0 + HEADS - 1 - m < value_heads) & (T.truncdiv(head0 + HEADS - 1 - m, group) == key):
                             T.call_extern(
                                 "handle",
                                 "qla::gate_products",
                                 products.data,
-                                T.address_of(gates[n, 0]),
-                                T.address_of(strengths[n, 0]),
+                                T.address_of(gates[HEADS - 1 - m, 0]),
+                                T.address_of(beta[start, head0 + HEADS - 1 - m]),
+                                T.cast(value_heads, "int64"),
                                 valid,
-                                T.address_of(triangles[n, 0]),
+                                T.address_of(keys[0, 0]),
+                                T.address_of(triangles[0, 0]),
+                                HEADS - 1 - m,
                             )
+                    if n + 1 < key_count:
+                        T.barrier_wait(loaded, (n + 1) % 2)
+                        T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
+                        T.sync_threads()
                 T.sync_threads()
                 if head < value_heads:
-                    T.call_extern("handle", "qla::invert_triangle", T.address_of(triangles[warp, 0]))
                     T.call_extern(
                         "handle",
-                        invert,
+                        write_inverse,
                         T.address_of(a[slot, head, 0, 0]),
-                        T.address_of(triangles[warp, 0]),
-                        T.address_of(strengths[warp, 0]),
+                        T.address_of(keys[0, 0]),
+                        T.address_of(triangles[0, 0]),
+                        warp,
+                        own.data,
                     )
 
     return prepare_chunks

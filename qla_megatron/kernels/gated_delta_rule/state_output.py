@@ -34,7 +34,7 @@ from ..device import architecture, multiprocessors
 from .tiles import CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TILE_MOVES
 
 STAGES = 3
-STATE_REGISTERS, SCORE_REGISTERS, COPY_REGISTERS = 208, 72, 24
+REGISTERS = {64: (232, 120, 40), 128: (208, 72, 24)}  # of a thread of the state, score and copy warpgroups, by block_v
 
 
 def state_output_kernel(dtype: str, block_v: int) -> Any:
@@ -50,10 +50,11 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
     warpgroups = block_v // 64
     state_threads = 128 * warpgroups
     splits = HEAD_DIM // block_v
+    state_registers, score_registers, copy_registers = REGISTERS[block_v]
     gate_scores = f"qla::gate_scores<{PAIR_TYPES[dtype]}>"
 
     @T.macro
-    def store_output(o_tile, o, wrote, stored, n, chunks, start, length, head, v0):
+    def store_output(o_tile, o, wrote, stored, n, chunks, start, length, head, v0, value_heads):
         for i in T.serial(chunks):
             left = start + i * CHUNK
             T.barrier_wait(wrote[n], i % 2)
@@ -64,9 +65,12 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                 T.call_extern(
                     "handle",
                     "qla::store_rows",
-                    T.address_of(o[left, head, v0 + 64 * n]),
+                    T.address_of(o[0, 0, 0]),
                     T.access_ptr(o_tile[n, 0, 0], "r"),
-                    T.cast(value_heads, "int64") * HEAD_DIM * 2,
+                    left,
+                    head,
+                    v0 + 64 * n,
+                    value_heads,
                     length - i * CHUNK,
                 )
             T.barrier_arrive(stored[n])
@@ -143,7 +147,7 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
             chunks = T.truncdiv(length + CHUNK - 1, CHUNK)
 
             if thread < state_threads:
-                T.set_max_nreg(STATE_REGISTERS, 1)
+                T.set_max_nreg(state_registers, 1)
                 warpgroup = thread // 128
                 if has_initial_state != 0:
                     for x, y in T.Parallel(block_v, HEAD_DIM):
@@ -162,6 +166,9 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         clear_accum=True,
                         policy=T.GemmWarpPolicy.FullRow,
                     )
+                    T.call_extern(
+                        "handle", "qla::load_transposed", v16.data, T.access_ptr(v_tile[0, 0, warpgroup * 64], "r")
+                    )
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(w)
                 for i in T.serial(chunks):
@@ -172,12 +179,6 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         transpose_B=True,
                         clear_accum=True,
                         policy=T.GemmWarpPolicy.FullRow,
-                    )
-                    T.call_extern(
-                        "handle",
-                        "qla::load_transposed",
-                        v16.data,
-                        T.access_ptr(v_tile[i % STAGES, 0, warpgroup * 64], "r"),
                     )
                     for x, y in T.Parallel(block_v, CHUNK):
                         w[x, y] = v16[x, y] - w[x, y] * decay[i % 2, y]
@@ -230,6 +231,12 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     )
                     T.fence_proxy_async()
                     T.barrier_arrive(wrote[warpgroup])
+                    T.call_extern(
+                        "handle",
+                        "qla::load_transposed",
+                        v16.data,
+                        T.access_ptr(v_tile[(i + 1) % STAGES, 0, warpgroup * 64], "r"),
+                    )
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(w)
                 if has_final_state != 0:
@@ -237,7 +244,7 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         final_state[document, head, y, v0 + x] = state[x, y]
 
             elif thread < state_threads + 128:
-                T.set_max_nreg(SCORE_REGISTERS, 0)
+                T.set_max_nreg(score_registers, 0)
                 for i in T.serial(chunks):
                     T.barrier_wait(full[i % STAGES], i // STAGES % 2)
                     T.gemm(q_tile[i % STAGES, :, :], k_tile[i % STAGES, :, :], p, transpose_B=True, clear_accum=True)
@@ -266,7 +273,7 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     T.barrier_arrive(empty[i % STAGES])
 
             else:
-                T.set_max_nreg(COPY_REGISTERS, 0)
+                T.set_max_nreg(copy_registers, 0)
                 if thread < state_threads + 160:
                     for i in T.serial(chunks):
                         left = start + i * CHUNK
@@ -288,10 +295,10 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         )
                         T.barrier_arrive(full[i % STAGES])
                 elif thread < state_threads + 192:
-                    store_output(o_tile, o, wrote, stored, 0, chunks, start, length, head, v0)
+                    store_output(o_tile, o, wrote, stored, 0, chunks, start, length, head, v0, value_heads)
                 elif thread < state_threads + 224:
                     if warpgroups == 2:
-                        store_output(o_tile, o, wrote, stored, 1, chunks, start, length, head, v0)
+                        store_output(o_tile, o, wrote, stored, 1, chunks, start, length, head, v0, value_heads)
                 else:
                     # Rows past the last document, a row a block.
                     first_row = cu_seqlens[offsets - 1] + block

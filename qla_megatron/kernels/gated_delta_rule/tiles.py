@@ -13,7 +13,7 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 BLOCK = 16  # edge of a block of the triangular inverse
 BLOCK_ROW = 20  # floats between its rows: 16-byte aligned, and `b0 = B[2t][g]` of a warp falls into 32 different banks
-BLOCK_SIZE = 324  # floats between blocks: the four diagonal ones start in different banks
+BLOCK_SIZE = 316  # floats between blocks: the four diagonal ones start in different banks
 TRIANGLE = 10 * BLOCK_SIZE  # floats of one head's lower triangle: ten blocks, row by row
 
 # The transposed moves. A warpgroup's accumulator of 64 rows x 64 columns holds, in lane (4 g + t) of warp w, rows 16 w + 8 h + g and
@@ -70,13 +70,14 @@ __device__ __forceinline__ void store_transposed(void *tile, const void *fragmen
   }
 }
 
-// The first `rows` rows of a swizzled 64 x 64 tile, by one warp; `stride` in bytes
-__device__ __forceinline__ void store_rows(void *out, const void *tile, int64_t stride, int rows) {
+// The first `rows` rows of a swizzled 64 x 64 tile to out[row, head, v0:], by one warp; `out` is [T, HV, 128]
+__device__ __forceinline__ void store_rows(void *out, const void *tile, int first, int head, int v0, int value_heads, int rows) {
   const int piece = threadIdx.x & 7;
 #pragma unroll 1
   for (int row = (threadIdx.x & 31) >> 3; row < rows; row += 4) {
     const char *source = static_cast<const char *>(tile) + row * 128 + ((piece ^ (row & 7)) << 4);
-    *reinterpret_cast<uint4 *>(static_cast<char *>(out) + row * stride + piece * 16) = *reinterpret_cast<const uint4 *>(source);
+    const int64_t place = (static_cast<int64_t>(first + row) * value_heads + head) * 16 + v0 / 8 + piece;
+    static_cast<uint4 *>(out)[place] = *reinterpret_cast<const uint4 *>(source);
   }
 }
 
@@ -130,17 +131,26 @@ TRIANGULAR_INVERSE = (
     + r"""
 namespace qla {
 
+// The first head's triangle takes the place of the keys, whose products are all taken by the time it is filled.
+__device__ __forceinline__ float *triangle_of(void *keys, void *others, int head) {
+  return head == 0 ? static_cast<float *>(keys) : static_cast<float *>(others) + (head - 1) * 10 * QLA_BLOCK;
+}
+
 __device__ __forceinline__ float *block_at(float *x, int i, int j) { return x + (i * (i + 1) / 2 + j) * QLA_BLOCK; }
 
-// The inclusive sum over a chunk of the log gates, times log2(e), by one warp; 0 past `valid`.
-// gates[row * stride] -> sums[64] in shared memory and out[64] in global memory; betas alike, unsummed.
-__device__ __forceinline__ void sum_gates(const float *gates, const float *betas, int64_t stride, int valid,
-                                          float *sums, float *out, float *strengths) {
+// A chunk's log gates and strengths of one head into the registers of a warp, 0 past `valid`.
+__device__ __forceinline__ void load_gates(float *loaded, const float *gates, const float *betas, int64_t stride, int valid) {
   const int lane = threadIdx.x & 31;
-  float low = lane < valid ? gates[lane * stride] : 0.f;
-  float high = lane + 32 < valid ? gates[(lane + 32) * stride] : 0.f;
-  strengths[lane] = lane < valid ? betas[lane * stride] : 0.f;
-  strengths[lane + 32] = lane + 32 < valid ? betas[(lane + 32) * stride] : 0.f;
+  loaded[0] = lane < valid ? gates[lane * stride] : 0.f;
+  loaded[1] = lane + 32 < valid ? gates[(lane + 32) * stride] : 0.f;
+  loaded[2] = lane < valid ? betas[lane * stride] : 0.f;
+  loaded[3] = lane + 32 < valid ? betas[(lane + 32) * stride] : 0.f;
+}
+
+// The inclusive sum of the gates over the chunk, times log2(e), to sums[64] in shared memory and out[64] in global memory.
+__device__ __forceinline__ void sum_gates(const float *loaded, float *sums, float *out) {
+  const int lane = threadIdx.x & 31;
+  float low = loaded[0], high = loaded[1];
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const float a = __shfl_up_sync(0xffffffffu, low, d);
@@ -179,12 +189,14 @@ __device__ __forceinline__ void gate_block(const float *products, float2 sum, fl
   }
 }
 
-__device__ __forceinline__ void gate_products(const void *accumulator, const float *sums, const float *strengths, int valid,
-                                              float *x) {
+__device__ __forceinline__ void gate_products(const void *accumulator, const float *sums, const float *betas, int64_t stride, int valid,
+                                              void *keys, void *others, int head) {
+  float *x = triangle_of(keys, others, head);
   const float *products = reinterpret_cast<const float *>(accumulator);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, g = lane >> 2, t = lane & 3;
   const int row = 16 * warp + g;
-  const float2 sum = make_float2(sums[row], sums[row + 8]), beta = make_float2(strengths[row], strengths[row + 8]);
+  const float2 sum = make_float2(sums[row], sums[row + 8]);
+  const float2 beta = make_float2(row < valid ? betas[row * stride] : 0.f, row + 8 < valid ? betas[(row + 8) * stride] : 0.f);
   float *place = block_at(x, warp, 0) + g * QLA_ROW + 2 * t;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -300,13 +312,19 @@ __device__ __forceinline__ void invert_triangle(float *x) {
   __syncwarp();
 }
 
-// out[64][64] <- T diag(beta), rounded, zeros above the diagonal; by one warp, 16 bytes a lane
+// out[64][64] <- (I + L)^-1 diag(beta), rounded, zeros above the diagonal; by one warp, 16 bytes a lane
 template <typename Pair>
-__device__ __forceinline__ void write_triangle(void *out, float *x, const float *strengths) {
+__device__ __forceinline__ void write_inverse(void *out, void *keys, void *others, int head, const float *loaded) {
+  float *x = triangle_of(keys, others, head);
+  invert_triangle(x);
   const int lane = threadIdx.x & 31, piece = lane & 7;
   float beta[8];
 #pragma unroll
-  for (int e = 0; e < 8; ++e) beta[e] = strengths[8 * piece + e];
+  for (int e = 0; e < 8; ++e) {
+    const float low = __shfl_sync(0xffffffffu, loaded[2], 8 * (piece & 3) + e);
+    const float high = __shfl_sync(0xffffffffu, loaded[3], 8 * (piece & 3) + e);
+    beta[e] = piece < 4 ? low : high;
+  }
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const int row = 4 * i + (lane >> 3);

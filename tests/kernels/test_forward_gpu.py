@@ -1,0 +1,154 @@
+"""The fused forward against the float64 reference, on a GPU: every gate regime, layout, grouping, and bitwise repetition."""
+
+import pytest
+import torch
+
+from qla_megatron.kernels.gated_delta_rule import chunked
+from qla_megatron.testing.inputs import GATES, LAYOUTS, RuleInputs, make_rule_inputs
+from qla_megatron.testing.numerics import assert_close
+
+pytestmark = pytest.mark.gpu
+
+# Relative L2 errors. Products of 16-bit operands with float32 sums: a few units in the last place of bfloat16 (2^-9) or float16 (2^-12).
+TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 9e-4}
+SCALE = 128**-0.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a CUDA device of compute capability 9.0")
+
+
+def make(layout, gate="logsigmoid", *, heads=(2, 4), batch=1, dtype=torch.bfloat16, seed=0) -> RuleInputs:
+    return make_rule_inputs(
+        layout,
+        gate,
+        batch=batch,
+        key_heads=heads[0],
+        value_heads=heads[1],
+        key_dim=128,
+        value_dim=128,
+        dtype=dtype,
+        device="cuda",
+        seed=seed,
+    )
+
+
+def fused(x: RuleInputs, block_v=None, initial_state=True, output_final_state=True):
+    from qla_megatron.kernels.gated_delta_rule.fused_forward import fused_forward
+
+    state = x.initial_state if initial_state else None
+    return fused_forward(x.q, x.k, x.v, x.g, x.beta, SCALE, state, output_final_state, x.cu_seqlens, block_v)
+
+
+def reference(x: RuleInputs, initial_state=True):
+    inputs = (t.double() for t in (x.q, x.k, x.v, x.g, x.beta))
+    state = x.initial_state.double() if initial_state else None
+    return chunked.forward(*inputs, state, x.cu_seqlens, None, SCALE)[:2]
+
+
+def check(x: RuleInputs, block_v=None, initial_state=True) -> None:
+    o, state = fused(x, block_v, initial_state)
+    want_o, want_state = reference(x, initial_state)
+    tolerance = TOLERANCES[x.v.dtype]
+    assert_close("o", o, want_o, tolerance)
+    assert_close("final_state", state, want_state, tolerance)
+
+
+@pytest.mark.parametrize("block_v", [64, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, block_v):
+    check(make(layout, batch=3 if layout == "rows" else 1), block_v)
+
+
+@pytest.mark.parametrize("block_v", [64, 128])
+@pytest.mark.parametrize("gate", GATES)
+def test_gates(gate, block_v):
+    check(make(((0, 300, 377), 377), gate), block_v)
+
+
+# Groups of 4 and 16, uneven against the four heads of a preparation block (3), one head a key, fewer heads than a block.
+@pytest.mark.parametrize("heads", [(16, 64), (2, 8), (1, 16), (2, 6), (4, 12), (3, 3), (5, 5), (1, 1)])
+def test_groups(heads):
+    check(make(((0, 70, 200), 200), heads=heads))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_long_document(dtype):
+    # Longer than the stages of the pipeline many times over; no initial state.
+    check(make(((0, 4000, 4096), 4096), heads=(1, 2), dtype=dtype), initial_state=False)
+
+
+def test_keys_that_are_not_normalised():
+    x = make(((0, 150), 150), "strong")
+    x.k.mul_(8)
+    x.q.mul_(8)
+    check(x)
+
+
+def test_equal_keys():
+    # The worst triangle: with beta near 1 its inverse alternates in sign.
+    x = make(((0, 150), 150), "zero")
+    x.k.copy_(x.k[:, :1].expand_as(x.k))
+    x.beta.fill_(1)
+    check(x)
+
+
+def test_tail_is_zero_whatever_it_holds():
+    x = make(((0, 73, 115), 300))
+    for t in (x.q, x.k, x.v, x.g, x.beta):
+        t[:, 115:] = float("nan")
+    clean = make(((0, 73, 115), 300))
+    torch.full_like(x.v, float("nan"))  # poison for the output to be allocated on
+    o, state = fused(x)
+    assert bool((o[:, 115:] == 0).all())
+    want_o, want_state = fused(clean)
+    assert torch.equal(o, want_o)
+    assert torch.equal(state, want_state)
+
+
+def test_documents_are_independent():
+    x = make(((0, 70, 70, 333), 333))
+    o, state = fused(x, 128)
+    for n, (start, end) in enumerate([(0, 70), (70, 70), (70, 333)]):
+        part = slice(start, end)
+        if start == end:
+            assert torch.equal(state[n], x.initial_state[n])
+            continue
+        alone = RuleInputs(
+            *(t[:, part] for t in (x.q, x.k, x.v, x.g, x.beta)), x.initial_state[n : n + 1], cu_seqlens=None
+        )
+        want_o, want_state = fused(alone, 128)
+        assert torch.equal(o[:, part], want_o)
+        assert torch.equal(state[n : n + 1], want_state)
+
+
+def test_same_bits_every_time():
+    x = make(((0, 300, 1000), 1000), heads=(2, 8))
+    o, state = fused(x)
+    for _ in range(200):
+        again_o, again_state = fused(x)
+        assert torch.equal(o, again_o)
+        assert torch.equal(state, again_state)
+
+
+def test_graph_replay_with_other_offsets():
+    x = make(((0, 100, 300), 300))
+    fused(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, state = fused(x)
+    x.cu_seqlens.copy_(torch.tensor([0, 217, 281]))
+    graph.replay()
+    want_o, want_state = reference(x)
+    assert_close("o", o, want_o, TOLERANCES[torch.bfloat16])
+    assert_close("final_state", state, want_state, TOLERANCES[torch.bfloat16])
+
+
+def test_refuses_what_it_does_not_serve():
+    x = make("rows")
+    with pytest.raises(NotImplementedError, match="K = V = 128"):
+        fused(RuleInputs(x.q, x.k, x.v[..., :64], x.g, x.beta, x.initial_state[..., :64], None))
+    with pytest.raises(NotImplementedError, match="bfloat16 or float16"):
+        fused(RuleInputs(x.q.float(), x.k.float(), x.v.float(), x.g, x.beta, x.initial_state, None))
