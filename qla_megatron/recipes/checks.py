@@ -18,8 +18,10 @@ class RecipeError(ValueError):
 
 
 def alignment(recipe: Recipe) -> int:
-    """Tokens that every packed document is rounded up to; data.packing_alignment without the seconds of importing
-    Megatron."""
+    """Tokens that every packed document is rounded up to.
+
+    The same as data.packed.packing_alignment, without the seconds of importing Megatron.
+    """
     p = recipe.parallel
     return math.lcm(2 * p.context if p.context > 1 else 1, p.tensor if p.sequence else 1, recipe.data.alignment)
 

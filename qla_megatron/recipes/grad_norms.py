@@ -12,11 +12,10 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 
 def module_grad_norms(model_chunks: list[Any]) -> dict[str, float]:
-    """Module name -> L2 norm of its reduced gradient, on the last rank (elsewhere an empty dict). A collective of all
-    ranks.
+    """Module name -> L2 norm of its reduced gradient, on the last rank; elsewhere an empty dict.
 
-    Call between the reduction of gradients and the optimizer step. Layers are named by their number in the whole
-    model, from 0. The squares add up to the square of Megatron's gradient norm before clipping.
+    A collective of all ranks. Call between the reduction of gradients and the optimizer step. Layers are named by their
+    number in the whole model, from 0. The squares add up to that of Megatron's gradient norm before clipping.
 
     Args:
         model_chunks: Megatron's DistributedDataParallel-wrapped model chunks.

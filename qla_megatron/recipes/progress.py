@@ -21,8 +21,7 @@ from qla_megatron.recipes.recipe import Recipe
 
 
 def read_log(folder: Path) -> dict[str, dict[int, Any]]:
-    """The log of a run folder: for each kind of record, step -> record. After a resume the later record of a step
-    wins."""
+    """The log of a run folder: for each kind of record, step -> record. Of a step done twice, the later record."""
     kinds = ("held_out_loss", "held_out_loss_without_mixers", "module_grad_norms", "saved", "loss")
     found: dict[str, dict[int, Any]] = {kind: {} for kind in kinds}
     for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines():
@@ -66,8 +65,7 @@ class Progress:
         self.since = self.last = time.perf_counter()
 
     def step(self, step: int, loss: Any, lr: float | None, grad_norm: Any) -> None:
-        """One optimizer step is done. `loss` and `grad_norm` may be device tensors: they are read later, a few at a
-        time."""
+        """One optimizer step is done. `loss` and `grad_norm` may be device tensors: they are read when flushed."""
         now = time.perf_counter()
         self.step_now = step
         if self.speaks:
@@ -90,8 +88,7 @@ class Progress:
         last = self.waiting[-1]
         self.say(
             f"{self._where(last['step'])}  loss {last['loss']:.4f}  lr {last['lr'] or 0:.2e}  grad norm "
-            f"{last['grad_norm'] or 0:.3f}  "
-            f"{_thousands(rate * self.tokens_per_step)} tokens/s  "
+            f"{last['grad_norm'] or 0:.3f}  {_thousands(rate * self.tokens_per_step)} tokens/s  "
             f"{_duration((self.train.steps - last['step']) / rate)} left"
         )
         self.waiting = []

@@ -1,5 +1,4 @@
-"""Work-arounds for faults of megatron-core 0.19, each with the fault named. `apply()` installs those that are
-needed."""
+"""Work-arounds for faults of megatron-core 0.19, each with the fault named. `apply()` installs what is needed."""
 
 import importlib.util
 import queue
@@ -46,12 +45,10 @@ def _resume_with_torch_adamw() -> None:
 
     Three faults in core/optimizer/distrib_optimizer.py on torch's AdamW, which keeps a step count per parameter:
     1. `state_dict` asserts that there is one step count, but a fresh optimizer, the template that a checkpoint is
-    loaded
-       into, has none: AssertionError.
+       loaded into, has none: AssertionError.
     2. `_set_main_param_and_optimizer_states` looks up every state by name in what was loaded, "step" too: KeyError.
     3. `load_state_dict` gives all parameters one shared tensor as step count, which each of them advances: training
-    goes on
-       with a wrong bias correction, without any error.
+       goes on with a wrong bias correction, without any error.
     """
     from megatron.core.optimizer import distrib_optimizer
 
