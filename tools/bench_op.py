@@ -1,13 +1,14 @@
 """Time the forward pass of the gated delta rule beside other libraries, on the same tensors in one process.
 
-    python tools/bench_op.py --set quick|table|long --impl ours,fla,flash_qla,flashinfer --out results/h200/op_forward.csv
+    python tools/bench_op.py --set quick|table|long --impl ours,fla,flash_qla,flashinfer --out op_forward.csv
     python tools/bench_op.py --one 16 64 4096x8
 
-Lengths: `4096x8` are eight documents of 4096 tokens, `24576+8192` two, `32768/8seq` eight ragged ones. Inputs: head dimension 128, bfloat16,
-unit queries and keys, initial and final state, and by default a gate that decays by logsigmoid(randn) / 16 on 75 % of the heads and not
-at all on the others. Times are medians of CUDA-graph replays (mode `graph`; `event` where capture fails) on one set of inputs (fwd_ms) and on
-several in turn, so that none is found in the L2 cache (fwd_ms_rotated). Errors are relative L2 errors against the float64 reference,
-over the value heads of the first and of the last key head. Peers are imported if they are there; nothing stands in for a missing one.
+Lengths: `4096x8` are eight documents of 4096 tokens, `24576+8192` two, `32768/8seq` eight ragged ones. Inputs: head
+dimension 128, bfloat16, unit queries and keys, initial and final state, and by default a gate that decays by
+logsigmoid(randn) / 16 on 75 % of the heads and not at all on the others. Times are medians of CUDA-graph replays (mode
+`graph`; `event` where capture fails) on one set of inputs (fwd_ms) and on several in turn, so that none is found in
+the L2 cache (fwd_ms_rotated). Errors are relative L2 errors against the float64 reference, over the value heads of the
+first and of the last key head. Peers are imported if they are there; nothing stands in for a missing one.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,31 @@ SETS = {
     "long": [(2, 8, "262144x1"), (16, 32, "262144x1"), (16, 16, "262144x1"), (16, 32, "262144/64seq")],
 }
 COLUMNS = (
-    "h_qk,h_v,seqs,impl,fwd_ms,fwd_ms_rotated,infer_ms,rel_err_o,rel_err_state,gate,mode,n,gpu,driver,torch,tilelang,"
-    "fla,flash_qla,flashinfer,date,commit,dirty,newest,command"
-).split(",")
+    "h_qk",
+    "h_v",
+    "seqs",
+    "impl",
+    "fwd_ms",
+    "fwd_ms_rotated",
+    "infer_ms",
+    "rel_err_o",
+    "rel_err_state",
+    "gate",
+    "mode",
+    "n",
+    "gpu",
+    "driver",
+    "torch",
+    "tilelang",
+    "fla",
+    "flash_qla",
+    "flashinfer",
+    "date",
+    "commit",
+    "dirty",
+    "newest",
+    "command",
+)
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -62,7 +86,7 @@ def split_randomly(total: int, count: int) -> list[int]:
     generator = torch.Generator().manual_seed(42)
     cuts = torch.sort(torch.randperm(total - 1, generator=generator)[: count - 1]).values + 1
     bounds = [0, *cuts.tolist(), total]
-    return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [end - start for start, end in pairwise(bounds)]
 
 
 @dataclass
@@ -331,7 +355,9 @@ def main() -> None:
                 print(f"{name} at {h}/{hv} {seqs}: {error!r}"[:400], file=sys.stderr)
                 continue
             row |= facts | {"h_qk": str(h), "h_v": str(hv), "seqs": seqs, "gate": args.gate}
-            line.append(f"{name} {row['fwd_ms']} ({row['fwd_ms_rotated']}) ms, error {row['rel_err_o']} {row['rel_err_state']};")
+            line.append(
+                f"{name} {row['fwd_ms']} ({row['fwd_ms_rotated']}) ms, error {row['rel_err_o']} {row['rel_err_state']};"
+            )
             if args.out:
                 append_rows(args.out, [row], facts["commit"])
         print(" ".join(line), flush=True)

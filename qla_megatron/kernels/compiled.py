@@ -1,7 +1,8 @@
 """Compiled kernels, built once: a handle in this process by a small key, the binary in TileLang's store on disk.
 
-The store (`$TILELANG_CACHE_DIR`, `~/.tilelang/cache`) is keyed by the kernel's code, TileLang's version and the architecture, and is written by
-renaming finished files, so that many processes may start at once. Nothing here needs a device.
+The store (`$TILELANG_CACHE_DIR`, `~/.tilelang/cache`) is keyed by the kernel's code, TileLang's version and the
+architecture, and is written by renaming finished files, so that many processes may start at once. Nothing here needs
+a device.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ _lock = Lock()
 
 
 def compiled(architecture: str, factory: Callable[..., Any], *choices: Any) -> Any:
-    """The kernel that `factory(*choices)` describes, compiled for `architecture`; a dictionary look-up after the first call."""
+    """The kernel of `factory(*choices)`, compiled for `architecture`; a dictionary look-up after the first call."""
     key = (architecture, factory, *choices)
     kernel = _handles.get(key)
     if kernel is None:

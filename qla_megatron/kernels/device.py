@@ -12,8 +12,8 @@ def architecture(index: int) -> str:
     if capability != (9, 0):
         name = torch.cuda.get_device_name(index)
         raise NotImplementedError(
-            f"the fused kernels serve compute capability 9.0 (H100, H200), got {capability[0]}.{capability[1]} ({name}); "
-            'backend="reference" runs on any device'
+            f"the fused kernels serve compute capability 9.0 (H100, H200), got {capability[0]}.{capability[1]} "
+            f'({name}); backend="reference" runs on any device'
         )
     return "sm_90a"
 

@@ -1,4 +1,4 @@
-"""The kernels compiled for sm_90a without a GPU: registers, spills and shared memory fit the blocks that are meant to share a multiprocessor.
+"""The kernels compiled for sm_90a without a GPU: registers, spills and shared memory fit a multiprocessor.
 
 The assembler's report is kept in `.cache/`, by the generated source and the compiler's version.
 """
@@ -63,7 +63,9 @@ def assemble(source: str) -> str:
         command += ["-Xptxas", "-v", f"-I{root}/src", f"-I{root}/3rdparty/cutlass/include", "-o", "/dev/null"]
         done = subprocess.run([*command, str(code)], capture_output=True, text=True, check=False, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
-        unfinished.write_text("\n".join(line for line in done.stderr.splitlines() if "ptxas" in line or "spill" in line))
+        unfinished.write_text(
+            "\n".join(line for line in done.stderr.splitlines() if "ptxas" in line or "spill" in line)
+        )
         code.unlink()
         unfinished.replace(report)
     return report.read_text()

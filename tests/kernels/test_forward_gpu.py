@@ -1,4 +1,4 @@
-"""The fused forward against the float64 reference, on a GPU: every gate regime, layout, grouping, and bitwise repetition."""
+"""The fused forward against the float64 reference, on a GPU: gates, layouts, groups, tails, repetition."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from qla_megatron.testing.numerics import assert_close
 
 pytestmark = pytest.mark.gpu
 
-# Relative L2 errors. Products of 16-bit operands with float32 sums: a few units in the last place of bfloat16 (2^-9) or float16 (2^-12).
+# Relative L2 errors. Products of 16-bit operands with float32 sums: a few units in the last place of bfloat16 (2^-9)
+# or float16 (2^-12).
 TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 9e-4}
 SCALE = 128**-0.5
 
@@ -68,7 +69,8 @@ def test_gates(gate, block_v):
     check(make(((0, 300, 377), 377), gate), block_v)
 
 
-# Groups of 4 and 16, uneven against the four heads of a preparation block (3), one head a key, fewer heads than a block.
+# Groups of 4 and 16, uneven against the four heads of a preparation block (3), one head a key, fewer heads than a
+# block.
 @pytest.mark.parametrize("heads", [(16, 64), (2, 8), (1, 16), (2, 6), (4, 12), (3, 3), (5, 5), (1, 1)])
 def test_groups(heads):
     check(make(((0, 70, 200), 200), heads=heads))

@@ -38,7 +38,7 @@ def fused_forward(
         block_v: 64 or 128 values of a head in one block of the serial pass; chosen from the shape if None.
 
     Returns:
-        o [B, T, HV, 128] in v's dtype, 0 past the last document, and the final states [N, HV, 128, 128] float32 or None.
+        o [B, T, HV, 128] in v's dtype, 0 past the last document; the final states [N, HV, 128, 128] float32 or None.
 
     Raises:
         NotImplementedError: another head dimension, dtype or device.

@@ -3,8 +3,8 @@
     G[s, t] = exp(sum_{t < r <= s} g_r)                   s >= t
     A = (I + tril(diag(beta) (K K^T * G), -1))^-1 diag(beta)
 
-A takes W = V - diag(exp(g)) K S to the corrected values A W (gated delta rule, arXiv 2412.06464, in the chunked form of arXiv 2406.06484).
-The gate goes in before the inverse, so that decay bounds it even where keys are not normalised.
+A takes W = V - diag(exp(g)) K S to the corrected values A W (gated delta rule, arXiv 2412.06464, in the chunked form of
+arXiv 2406.06484). The gate goes in before the inverse, so that decay bounds it even where keys are not normalised.
 """
 
 from typing import Any
@@ -23,8 +23,11 @@ HEADS = 4  # value heads of a block, one warp each
 def prepare_chunks_kernel(dtype: str) -> Any:
     """Build the kernel for 16-bit keys.
 
-    Arguments of the kernel: k [T, H, K], g and beta [T, HV] float32, cu_seqlens [N + 1] int32; out: a [slots, HV, 64, 64] and
-    sums [slots, HV, 64] float32, in units of log 2. Chunk i of document n lies in slot cu_seqlens[n] // 64 + n + i; other slots are left.
+    Arguments of the kernel: k [T, H, K], g and beta [T, HV] float32, cu_seqlens [N + 1] int32; out: a [slots, HV, 64,
+    64]
+    and sums [slots, HV, 64] float32, in units of log 2; group = HV / H. Chunk i of document n lies in slot
+    cu_seqlens[n] // 64 + n + i: no two share one, without a prefix sum over documents. Other slots are left as they
+    are.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
@@ -46,6 +49,7 @@ def prepare_chunks_kernel(dtype: str) -> Any:
             triangles = T.alloc_shared((HEADS - 1, TRIANGLE), "float32")
             gates = T.alloc_shared((HEADS, CHUNK), "float32")
             own = T.alloc_local((4,), "float32")
+            strengths = T.alloc_local((2 * HEADS,), "float32")
             products = T.alloc_fragment((CHUNK, CHUNK), "float32")
             loaded = T.alloc_barrier(128)
             T.annotate_min_blocks_per_sm(4)
@@ -92,6 +96,15 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                         T.cast(value_heads, "int64"),
                         valid,
                     )
+                T.call_extern(
+                    "handle",
+                    "qla::load_strengths",
+                    strengths.data,
+                    T.address_of(beta[start, head0]),
+                    T.cast(value_heads, "int64"),
+                    valid,
+                    value_heads - head0,
+                )
                 T.barrier_wait(loaded, 0)
                 T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
                 if head < value_heads:
@@ -108,15 +121,14 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                     if n + 1 < key_count:
                         T.tma_copy(k[start : start + CHUNK, key - 1, 0:HEAD_DIM], keys, barrier=loaded)
                         T.barrier_arrive(loaded)
-                    for m in T.serial(HEADS):
+                    for m in T.unroll(HEADS):  # strengths lie in registers
                         if (head0 + HEADS - 1 - m < value_heads) & (T.truncdiv(head0 + HEADS - 1 - m, group) == key):
                             T.call_extern(
                                 "handle",
                                 "qla::gate_products",
                                 products.data,
                                 T.address_of(gates[HEADS - 1 - m, 0]),
-                                T.address_of(beta[start, head0 + HEADS - 1 - m]),
-                                T.cast(value_heads, "int64"),
+                                strengths.data,
                                 valid,
                                 T.address_of(keys[0, 0]),
                                 T.address_of(triangles[0, 0]),
@@ -142,7 +154,7 @@ def prepare_chunks_kernel(dtype: str) -> Any:
 
 
 def prepare_chunks(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """A [slots, HV, 64, 64] in k's dtype and the summed gates [slots, HV, 64] float32; see `prepare_chunks_kernel` for the arguments."""
+    """A [slots, HV, 64, 64] in k's dtype, the summed gates [slots, HV, 64] float32; see `prepare_chunks_kernel`."""
     tokens, value_heads = g.shape
     slots = tokens // CHUNK + cu_seqlens.shape[0] - 1
     a = torch.empty(slots, value_heads, CHUNK, CHUNK, dtype=k.dtype, device=k.device)

@@ -1,25 +1,29 @@
 """The serial pass: the state from chunk to chunk, and the output.
 
-Per chunk, with the state S [K, V], the prepared A and G of `prepare_chunks`, and g_s, g_C the summed gates at s and at the chunk's end:
+Per chunk, with the state S [K, V], A and G of `prepare_chunks`, and g_s, g_C the summed gates at s and at its end:
 
     W  = V - diag(exp(g)) K S           D = A W
-    O  = scale diag(exp(g)) Q S + scale (Q K^T * G) D
+    O  = scale diag(exp(g)) Q S + P D   P = scale Q K^T * G
     S <- exp(g_C) S + K^T diag(exp(g_C - g)) D
 
-Everything is kept transposed: S^T [V, K] stays in the registers of the state warpgroups, 64 rows each, and is the register operand of
-every product, as are W^T and D^T; shared memory holds only Q, K, V, A, the gated scores P = scale Q K^T * G, and O on its way out.
+Everything is kept transposed: S^T [V, K] stays in the registers of the state warpgroups, 64 rows each, and is the
+register operand of every product, as are W^T and D^T; shared memory holds only Q, K, V, A, P, and O on its way out.
 
-Warpgroups: one or two of state, one that runs ahead (scores, exponentials, zeroed tails), one of copies (warp 0 loads, warps 1 and 2 store O,
-warp 3 clears rows that belong to no document). Barriers, i the chunk, s = i % stages, b = i % 2:
+Warpgroups: one or two of state; one that runs ahead (P, exponentials, zeroed tails of K and V); one of copies (warp 0
+loads, warps 1 and 2 store O, warp 3 clears the rows of no document). Barriers, for chunk i, s = i % stages, b = i % 2:
 
-    full[s]    loads of chunk i landed            32 arrivals of the loading warp + bytes; waited by scores, state   parity i / stages
-    empty[s]   chunk i was read                   arrivals of state and scores; waited by the loading warp        parity i / stages + 1
-    scored[b]  P, exponentials, clean tails       128 arrivals of scores; waited by state                          parity i / 2
-    unscored[b] P and exponentials were read      arrivals of state; waited by scores                             parity i / 2 + 1
-    wrote[w]   O of state warpgroup w lies ready  128 arrivals; waited by store warp w                             parity i
-    stored[w]  O was copied out                   32 arrivals of store warp w; waited by state warpgroup w         parity i + 1
+    barrier      says of chunk i                   arrivals                       waited for by      parity
+    full[s]      its loads have landed             32 of the loading warp, bytes  scores, state      i / stages
+    empty[s]     it was read                       state and scores               loading warp       i / stages + 1
+    scored[b]    P, exponentials, tails are there  128 of scores                  state              i / 2
+    unscored[b]  P and exponentials were read      state                          scores             i / 2 + 1
+    wrote[w]     O of warpgroup w lies ready       128 of the warpgroup           its store warp     i
+    stored[w]    O was copied out                  32 of its store warp           the warpgroup      i + 1
 
-Every wait is for an event of chunk i or of an earlier chunk, and no event of chunk i waits for one of a later chunk: no cycle, no hang.
+Every wait is for an event of the same or of an earlier chunk (state waits for full and scored of i + 1 at the end of
+i, when it
+has released all of i but P, which is double), and no event of a chunk waits for one of a later chunk: no cycle, no
+hang.
 """
 
 from typing import Any
@@ -38,11 +42,11 @@ REGISTERS = {64: (232, 120, 40), 128: (208, 72, 24)}  # of a thread of the state
 
 
 def state_output_kernel(dtype: str, block_v: int) -> Any:
-    """Build the kernel for 16-bit inputs; a block carries `block_v` (64 or 128) rows of S^T of one document and value head.
+    """Build the kernel for 16-bit inputs; a block has `block_v` (64 or 128) rows of S^T of one document and value head.
 
-    Arguments of the kernel: q, k [T, H, K], v [T, HV, V], a and sums as `prepare_chunks` leaves them, initial_state [*, HV, K, V] float32
-    (read if has_initial_state), cu_seqlens [N + 1] int32; out: o [T, HV, V], final_state [*, HV, K, V] float32 (written if
-    has_final_state); scale, documents = N, group = HV / H.
+    Arguments of the kernel: q, k [T, H, K], v [T, HV, V], a and sums as `prepare_chunks` leaves them, initial_state
+    [*, HV, K, V] float32 (read if has_initial_state), cu_seqlens [N + 1] int32; out: o [T, HV, V], final_state
+    [*, HV, K, V] float32 (written if has_final_state); scale; group = HV / H.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
@@ -208,7 +212,8 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     T.wait_wgmma(1)
                     T.warpgroup_fence_operand(state)
                     T.barrier_arrive(empty[i % STAGES])
-                    # The next chunk's first product (of no effect after the last chunk) runs while this one's output leaves.
+                    # The next chunk's first product (of no effect after the last chunk) runs while this one's output
+                    # leaves.
                     T.copy(state, state16)
                     if i + 1 < chunks:
                         T.barrier_wait(full[(i + 1) % STAGES], (i + 1) // STAGES % 2)

@@ -1,8 +1,8 @@
 """Tile sizes and the inline device functions shared by the kernels of this op.
 
-TileLang writes the matrix products, the bulk copies and the barriers. Three things are plain CUDA device functions, inlined into
-the kernels: the warp-level inverse of a unit lower triangular tile, the inclusive sum of the gates, and the transposed
-moves between a 64 x 64 shared tile (128-byte swizzle) and wgmma fragments (`ldmatrix.trans`, `stmatrix.trans`).
+TileLang writes the matrix products, the bulk copies and the barriers. What works on single
+registers of its fragments is plain CUDA, inlined into the kernels: the warp-level inverse of a unit lower triangular
+tile, the gates on products, and the moves between a swizzled shared tile and fragments.
 """
 
 import torch
@@ -16,9 +16,6 @@ BLOCK_ROW = 20  # floats between its rows: 16-byte aligned, and `b0 = B[2t][g]` 
 BLOCK_SIZE = 316  # floats between blocks: the four diagonal ones start in different banks
 TRIANGLE = 10 * BLOCK_SIZE  # floats of one head's lower triangle: ten blocks, row by row
 
-# The transposed moves. A warpgroup's accumulator of 64 rows x 64 columns holds, in lane (4 g + t) of warp w, rows 16 w + 8 h + g and
-# columns 8 j + 2 t + {0, 1}: as 16-bit pairs that is word 2 j + h. The shared tile is its transpose: row = column of the
-# accumulator, 128 bytes a row, 16-byte pieces swizzled by the row's low three bits.
 ROUNDING = r"""
 #include <tl_templates/cuda/common.h>
 namespace qla {
@@ -36,6 +33,9 @@ template <> __device__ __forceinline__ uint32_t round_pair<__half2>(float a, flo
 }  // namespace qla
 """
 
+# A warpgroup's accumulator of 64 x 64 holds, in lane (4 g + t) of warp w, rows 16 w + 8 h + g and columns
+# 8 j + 2 t + {0, 1}: as 16-bit pairs that is word 2 j + h. Shared tiles have 64 rows of 128 bytes, their 16-byte pieces
+# swizzled by the row's low three bits. `transposed` moves take a row of the tile for a column of the accumulator.
 TILE_MOVES = (
     ROUNDING
     + r"""
@@ -55,7 +55,8 @@ __device__ __forceinline__ void load_transposed(void *fragment, const void *tile
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[4 * pair]), "=r"(words[4 * pair + 1]), "=r"(words[4 * pair + 2]), "=r"(words[4 * pair + 3])
+                 : "=r"(words[4 * pair]), "=r"(words[4 * pair + 1]),
+                   "=r"(words[4 * pair + 2]), "=r"(words[4 * pair + 3])
                  : "r"(transposed_tile_address(tile, pair)) : "memory");
   }
 }
@@ -71,7 +72,8 @@ __device__ __forceinline__ void store_transposed(void *tile, const void *fragmen
 }
 
 // The first `rows` rows of a swizzled 64 x 64 tile to out[row, head, v0:], by one warp; `out` is [T, HV, 128]
-__device__ __forceinline__ void store_rows(void *out, const void *tile, int first, int head, int v0, int value_heads, int rows) {
+__device__ __forceinline__ void store_rows(void *out, const void *tile, int first, int head, int v0, int value_heads,
+                                           int rows) {
   const int piece = threadIdx.x & 7;
 #pragma unroll 1
   for (int row = (threadIdx.x & 31) >> 3; row < rows; row += 4) {
@@ -81,8 +83,8 @@ __device__ __forceinline__ void store_rows(void *out, const void *tile, int firs
   }
 }
 
-// tile <- scale 2^(sums_s - sums_t) (q_s . k_t) on and below the diagonal, 0 above it, rounded and swizzled, by a warpgroup;
-// `products` is its 64 x 64 accumulator of Q K^T.
+// tile <- scale 2^(sums_s - sums_t) (q_s . k_t) on and below the diagonal, 0 above it, rounded and swizzled, by a
+// warpgroup; `products` is its 64 x 64 accumulator of Q K^T.
 template <typename Pair>
 __device__ __forceinline__ void gate_scores(void *tile, const void *accumulator, const float *sums, float scale) {
   const float *products = reinterpret_cast<const float *>(accumulator);
@@ -121,10 +123,10 @@ __device__ __forceinline__ void gate_scores(void *tile, const void *accumulator,
 """
 )
 
-# The inverse T = (I + L)^-1 of a unit lower triangular 64 x 64 tile, one warp a tile, in float32 with TF32 products off the diagonal:
-# the four 16 x 16 diagonal blocks by substitution, then X21 = -(X22 L21) X11 for blocks of 16 and of 32.
-# In `mma.m16n8k8` the contraction index may be renamed freely if both operands agree: slot t stands for column 2 t and slot t + 4
-# for column 2 t + 1, so that an accumulator is the next product's left operand as it lies.
+# The inverse T = (I + L)^-1 of a unit lower triangular 64 x 64 tile, one warp a tile, in float32 with TF32 products
+# off the diagonal: the four 16 x 16 diagonal blocks by substitution, then X21 = -(X22 L21) X11 for blocks of 16 and
+# of 32. In `mma.m16n8k8` the contraction index may be renamed freely if both operands agree: slot t stands for column
+# 2 t and slot t + 4 for column 2 t + 1, so that an accumulator is the next product's left operand as it lies.
 TRIANGULAR_INVERSE = (
     ROUNDING
     + f"#define QLA_ROW {BLOCK_ROW}\n#define QLA_BLOCK {BLOCK_SIZE}\n"
@@ -139,7 +141,8 @@ __device__ __forceinline__ float *triangle_of(void *keys, void *others, int head
 __device__ __forceinline__ float *block_at(float *x, int i, int j) { return x + (i * (i + 1) / 2 + j) * QLA_BLOCK; }
 
 // A chunk's log gates and strengths of one head into the registers of a warp, 0 past `valid`.
-__device__ __forceinline__ void load_gates(float *loaded, const float *gates, const float *betas, int64_t stride, int valid) {
+__device__ __forceinline__ void load_gates(float *loaded, const float *gates, const float *betas, int64_t stride,
+                                           int valid) {
   const int lane = threadIdx.x & 31;
   loaded[0] = lane < valid ? gates[lane * stride] : 0.f;
   loaded[1] = lane + 32 < valid ? gates[(lane + 32) * stride] : 0.f;
@@ -147,7 +150,20 @@ __device__ __forceinline__ void load_gates(float *loaded, const float *gates, co
   loaded[3] = lane + 32 < valid ? betas[(lane + 32) * stride] : 0.f;
 }
 
-// The inclusive sum of the gates over the chunk, times log2(e), to sums[64] in shared memory and out[64] in global memory.
+// The strengths of the two rows that a thread holds of a 64 x 64 accumulator, for four heads (or the `heads` that
+// there are).
+__device__ __forceinline__ void load_strengths(float *loaded, const float *betas, int64_t stride, int valid,
+                                               int heads) {
+  const int row = 16 * ((threadIdx.x >> 5) & 3) + ((threadIdx.x & 31) >> 2);
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const int r = row + 8 * (n & 1);
+    loaded[n] = n / 2 < heads && r < valid ? betas[r * stride + n / 2] : 0.f;
+  }
+}
+
+// The inclusive sum of the gates over the chunk, times log2(e), to sums[64] in shared memory and out[64] in global
+// memory.
 __device__ __forceinline__ void sum_gates(const float *loaded, float *sums, float *out) {
   const int lane = threadIdx.x & 31;
   float low = loaded[0], high = loaded[1];
@@ -167,7 +183,8 @@ __device__ __forceinline__ void sum_gates(const float *loaded, float *sums, floa
 }
 
 // L[s][t] = beta_s (k_s . k_t) 2^(sums_s - sums_t) below the diagonal, 0 on it, above it and in rows past `valid`.
-// `products` is a warpgroup's 64 x 64 accumulator of K K^T; off the diagonal blocks of a whole chunk nothing needs a mask.
+// `products` is a warpgroup's 64 x 64 accumulator of K K^T; off the diagonal blocks of a whole chunk nothing needs a
+// mask.
 template <bool kMasked>
 __device__ __forceinline__ void gate_block(const float *products, float2 sum, float2 beta, const float *sums, int row,
                                            int column, int valid, float *place) {
@@ -189,14 +206,14 @@ __device__ __forceinline__ void gate_block(const float *products, float2 sum, fl
   }
 }
 
-__device__ __forceinline__ void gate_products(const void *accumulator, const float *sums, const float *betas, int64_t stride, int valid,
-                                              void *keys, void *others, int head) {
+__device__ __forceinline__ void gate_products(const void *accumulator, const float *sums, const float *strengths,
+                                              int valid, void *keys, void *others, int head) {
   float *x = triangle_of(keys, others, head);
   const float *products = reinterpret_cast<const float *>(accumulator);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, g = lane >> 2, t = lane & 3;
   const int row = 16 * warp + g;
   const float2 sum = make_float2(sums[row], sums[row + 8]);
-  const float2 beta = make_float2(row < valid ? betas[row * stride] : 0.f, row + 8 < valid ? betas[(row + 8) * stride] : 0.f);
+  const float2 beta = make_float2(strengths[2 * head], strengths[2 * head + 1]);
   float *place = block_at(x, warp, 0) + g * QLA_ROW + 2 * t;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -208,8 +225,10 @@ __device__ __forceinline__ void gate_products(const void *accumulator, const flo
   }
 }
 
-__device__ __forceinline__ void mma_tf32(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+__device__ __forceinline__ void mma_tf32(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
@@ -272,7 +291,8 @@ __device__ __forceinline__ void invert_diagonal(float *x) {
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 16; ++i) *reinterpret_cast<float2 *>(block + i * QLA_ROW + column) = make_float2(left[i], right[i]);
+  for (int i = 0; i < 16; ++i)
+    *reinterpret_cast<float2 *>(block + i * QLA_ROW + column) = make_float2(left[i], right[i]);
   __syncwarp();
 }
 
