@@ -115,6 +115,8 @@ def _processes(recipe: Recipe) -> Iterator[str]:
             f"parallel.gpus={p.gpus} is not a multiple of tensor x context x pipeline = {p.tensor} x {p.context} x "
             f"{p.pipeline} = {product}, so data-parallel groups come out uneven. Change one of the four."
         )
+    if p.gpus > p.gpus_per_node and p.gpus % p.gpus_per_node:
+        yield f"parallel.gpus={p.gpus} does not fill machines of parallel.gpus_per_node={p.gpus_per_node}. Change one."
     if p.sequence and p.tensor == 1:
         yield (
             "parallel.sequence=true spreads tokens over tensor-parallel processes, but parallel.tensor=1. Set "

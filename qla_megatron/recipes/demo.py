@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     data = folder / "data" / "python"
     make_data(data, console)
     for run in ("run", "resumed", "one_process"):
-        shutil.rmtree(folder / run, ignore_errors=True)
+        if (folder / run / "recipe.yaml").is_file():  # a run of before, nobody else's folder
+            shutil.rmtree(folder / run)
 
     shared = [f"data.paths=[{data}]", f"train.steps={steps}"]
     if options.steps is not None:

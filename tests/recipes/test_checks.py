@@ -10,6 +10,7 @@ TINY = "tiny_pretrain_2k_2xcpu"
 
 REFUSED = [  # recipe, changes, words of the reason
     pytest.param(DENSE, "parallel.gpus=12 parallel.tensor=8", "parallel.gpus=12 is not a multiple", id="gpus"),
+    pytest.param(DENSE, "parallel.gpus=12", "does not fill machines", id="nodes"),
     pytest.param(DENSE, "parallel.sequence=true", "parallel.tensor=1", id="sequence-parallel-alone"),
     pytest.param(TINY, "precision.dtype=bf16", "precision.dtype=fp32", id="bf16-on-cpu"),
     pytest.param(DENSE, "model.gdn_value_heads=24", "is not a multiple of model.gdn_key_heads=16", id="value-heads"),
@@ -86,7 +87,7 @@ def test_layout_that_cannot_work_is_refused(name: str, changes: str, reason: str
 
 def test_all_faults_are_told_at_once() -> None:
     recipe = overrides.apply(
-        catalogue.find(DENSE), ["parallel.gpus=12", "parallel.tensor=8", "optimizer.min_lr=1", "parallel.expert=2"]
+        catalogue.find(DENSE), ["parallel.gpus=4", "parallel.tensor=8", "optimizer.min_lr=1", "parallel.expert=2"]
     )
     with pytest.raises(checks.RecipeError) as refusal:
         checks.check(recipe)
