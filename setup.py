@@ -24,7 +24,7 @@ setup(
         "apache-tvm-ffi>=0.1.11,<0.1.13",  # tilelang 0.1.15 breaks on newer ones
         "z3-solver<4.15.5",  # likewise
         "numpy",
-        "omegaconf>=2.3",
+        "omegaconf>=2.4",
         "rich>=13",
         "tokenizers>=0.20",
         "safetensors>=0.4",
