@@ -56,7 +56,7 @@ def fused_forward(
         cu_seqlens = _row_offsets(batch, tokens, v.device)
     else:
         cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
-    q, k, v, g, beta = (x.reshape(batch * tokens, *x.shape[2:]).contiguous() for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (x.flatten(0, 1).contiguous() for x in (q, k, v, g, beta))
     g, beta = g.float(), beta.float()
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()

@@ -9,21 +9,21 @@ Per chunk, with the state S [K, V], A and G of `prepare_chunks`, and g_s, g_C th
 Everything is kept transposed: S^T [V, K] stays in the registers of the state warpgroups, 64 rows each, and is the
 register operand of every product, as are W^T and D^T; shared memory holds only Q, K, V, A, P, and O on its way out.
 
-Warpgroups: one or two of state; one that runs ahead (P, exponentials, zeroed tails of K and V); one of copies (warp 0
-loads, warps 1 and 2 store O, warp 3 clears the rows of no document). Barriers, for chunk i, s = i % stages, b = i % 2:
+Warpgroups: one or two of state; one of scores, which runs ahead (P, zeroed tails of K and V); one of copies: warp 0
+loads, warps 1 and 2 store O, warp 3 takes the exponentials, ahead too, and in the end clears the rows of no document.
+Barriers, for chunk i, s = i % stages, b = i % 2:
 
-    barrier      says of chunk i                   arrivals                       waited for by      parity
-    full[s]      its loads have landed             32 of the loading warp, bytes  scores, state      i / stages
-    empty[s]     it was read                       state and scores               loading warp       i / stages + 1
-    scored[b]    P, exponentials, tails are there  128 of scores                  state              i / 2
-    unscored[b]  P and exponentials were read      state                          scores             i / 2 + 1
-    wrote[w]     O of warpgroup w lies ready       128 of the warpgroup           its store warp     i
-    stored[w]    O was copied out                  32 of its store warp           the warpgroup      i + 1
+    barrier      says of chunk i                   arrivals                       waited for by          parity
+    full[s]      its loads have landed             32 of the loading warp, bytes  scores, state, warp 3  i / stages
+    empty[s]     it was read                       state, scores, warp 3          loading warp           i / stages + 1
+    scored[b]    P, exponentials, tails are there  scores, warp 3                 state                  i / 2
+    unscored[b]  P and exponentials were read      state                          scores, warp 3         i / 2 + 1
+    wrote[w]     O of warpgroup w lies ready       128 of the warpgroup           its store warp         i
+    stored[w]    O was copied out                  32 of its store warp           the warpgroup          i + 1
 
-Every wait is for an event of the same or of an earlier chunk (state waits for full and scored of i + 1 at the end of
-i, when it
-has released all of i but P, which is double), and no event of a chunk waits for one of a later chunk: no cycle, no
-hang.
+Every wait is for an event of the same or of an earlier chunk, and no event of a chunk waits for one of a later chunk;
+state waits for full and scored of i + 1 at the end of i, when it has released all of i but P, which is double. So no
+cycle.
 """
 
 from typing import Any
@@ -115,8 +115,8 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     p_tile: tilelang.layout.make_swizzled_layout(p_tile),
                 }
             )
-            full, empty = T.alloc_barrier([32] * STAGES), T.alloc_barrier([state_threads + 128] * STAGES)
-            scored, unscored = T.alloc_barrier([128] * 2), T.alloc_barrier([state_threads] * 2)
+            full, empty = T.alloc_barrier([32] * STAGES), T.alloc_barrier([state_threads + 160] * STAGES)
+            scored, unscored = T.alloc_barrier([160] * 2), T.alloc_barrier([state_threads] * 2)
             wrote, stored = T.alloc_barrier([128] * warpgroups), T.alloc_barrier([32] * warpgroups)
 
             state = T.alloc_fragment((block_v, HEAD_DIM), "float32")
@@ -212,8 +212,7 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     T.wait_wgmma(1)
                     T.warpgroup_fence_operand(state)
                     T.barrier_arrive(empty[i % STAGES])
-                    # The next chunk's first product (of no effect after the last chunk) runs while this one's output
-                    # leaves.
+                    # The next chunk's first product (of no effect after the last chunk) runs while O leaves.
                     T.copy(state, state16)
                     if i + 1 < chunks:
                         T.barrier_wait(full[(i + 1) % STAGES], (i + 1) // STAGES % 2)
@@ -261,10 +260,6 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                             if x >= length - i * CHUNK:
                                 v_tile[i % STAGES, x, y] = 0
                     T.barrier_wait(unscored[i % 2], (i // 2 + 1) % 2)
-                    for x in T.Parallel(CHUNK):
-                        decay[i % 2, x] = T.exp2(g_tile[i % STAGES, x])
-                        scaled_decay[i % 2, x] = scale * T.exp2(g_tile[i % STAGES, x])
-                        rest[i % 2, x] = T.exp2(g_tile[i % STAGES, CHUNK - 1] - g_tile[i % STAGES, x])
                     T.call_extern(
                         "handle",
                         gate_scores,
@@ -305,6 +300,15 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     if warpgroups == 2:
                         store_output(o_tile, o, wrote, stored, 1, chunks, start, length, head, v0, value_heads)
                 else:
+                    for i in T.serial(chunks):
+                        T.barrier_wait(full[i % STAGES], i // STAGES % 2)
+                        T.barrier_wait(unscored[i % 2], (i // 2 + 1) % 2)
+                        for x in T.Parallel(CHUNK):
+                            decay[i % 2, x] = T.exp2(g_tile[i % STAGES, x])
+                            scaled_decay[i % 2, x] = scale * T.exp2(g_tile[i % STAGES, x])
+                            rest[i % 2, x] = T.exp2(g_tile[i % STAGES, CHUNK - 1] - g_tile[i % STAGES, x])
+                        T.barrier_arrive(scored[i % 2])
+                        T.barrier_arrive(empty[i % STAGES])
                     # Rows past the last document, a row a block.
                     first_row = cu_seqlens[offsets - 1] + block
                     row_step = (offsets - 1) * value_heads * splits
