@@ -148,6 +148,13 @@ def test_graph_replay_with_other_offsets():
     assert_close("final_state", state, want_state, TOLERANCES[torch.bfloat16])
 
 
+def test_no_tokens():
+    x = make(((0, 0, 0), 0))
+    o, state = fused(x)
+    assert o.shape == x.v.shape
+    assert torch.equal(state, x.initial_state)
+
+
 def test_refuses_what_it_does_not_serve():
     x = make("rows")
     with pytest.raises(NotImplementedError, match="K = V = 128"):

@@ -52,6 +52,11 @@ def fused_forward(
         raise NotImplementedError(
             f'the fused kernels take q, k, v in bfloat16 or float16, got {v.dtype}; backend="reference" takes it'
         )
+    if v.numel() == 0:
+        documents = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = v.new_zeros(documents, value_heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
+        state = state if initial_state is None else initial_state.float().clone()
+        return torch.empty_like(v), state if output_final_state else None
     if cu_seqlens is None:
         cu_seqlens = _row_offsets(batch, tokens, v.device)
     else:
