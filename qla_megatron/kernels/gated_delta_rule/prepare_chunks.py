@@ -1,4 +1,4 @@
-"""Chunk preparation: the summed log gates and the inverse T of every chunk and value head.
+"""Chunk preparation: the summed log gates and the matrix A of every chunk and value head.
 
     G[s, t] = exp(sum_{t < r <= s} g_r)                   s >= t
     A = (I + tril(diag(beta) (K K^T * G), -1))^-1 diag(beta)
@@ -23,11 +23,10 @@ HEADS = 4  # value heads of a block, one warp each
 def prepare_chunks_kernel(dtype: str) -> Any:
     """Build the kernel for 16-bit keys.
 
-    Arguments of the kernel: k [T, H, K], g and beta [T, HV] float32, cu_seqlens [N + 1] int32; out: a [slots, HV, 64,
-    64]
-    and sums [slots, HV, 64] float32, in units of log 2; group = HV / H. Chunk i of document n lies in slot
-    cu_seqlens[n] // 64 + n + i: no two share one, without a prefix sum over documents. Other slots are left as they
-    are.
+    Arguments of the kernel: k [T, H, K], g and beta [T, HV] float32, cu_seqlens [N + 1] int32; out: a [slots, HV, C, C]
+    and sums [slots, HV, C] float32, the gates summed over the chunk in units of log 2; group = HV / H. Chunk i of
+    document n lies in slot cu_seqlens[n] // C + n + i: no two share one, and no prefix sum over documents is needed.
+    Other slots are left as they are.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
@@ -55,12 +54,8 @@ def prepare_chunks_kernel(dtype: str) -> Any:
             T.annotate_min_blocks_per_sm(4)
 
             first, last, document = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            middle, start, valid, head = (
-                T.alloc_var("int32"),
-                T.alloc_var("int32"),
-                T.alloc_var("int32"),
-                T.alloc_var("int32"),
-            )
+            middle, start, valid = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            head = T.alloc_var("int32")
             slot, head0 = T.alloc_var("int32"), T.alloc_var("int32")
             last_key, key_count = T.alloc_var("int32"), T.alloc_var("int32")
             slot = T.truncdiv(block, T.ceildiv(value_heads, HEADS))

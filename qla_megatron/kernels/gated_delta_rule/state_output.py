@@ -134,13 +134,8 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
             thread = T.get_thread_binding()
             rows, first_row, row_step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             document, head, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            start, length, slot0, chunks = (
-                T.alloc_var("int32"),
-                T.alloc_var("int32"),
-                T.alloc_var("int32"),
-                T.alloc_var("int32"),
-            )
-            key = T.alloc_var("int32")
+            start, length, slot0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            chunks, key = T.alloc_var("int32"), T.alloc_var("int32")
             document = T.truncdiv(block, value_heads * splits)
             head = T.truncdiv(block, splits) - document * value_heads
             key = T.truncdiv(head, group)

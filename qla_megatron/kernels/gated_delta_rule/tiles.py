@@ -7,12 +7,13 @@ tile, the gates on products, and the moves between a swizzled shared tile and fr
 
 import torch
 
-CHUNK = 64  # tokens of a chunk
+from ..varlen import CHUNK as CHUNK
+
 HEAD_DIM = 128  # K = V
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
-BLOCK = 16  # edge of a block of the triangular inverse
-BLOCK_ROW = 20  # floats between its rows: 16-byte aligned, and `b0 = B[2t][g]` of a warp falls into 32 different banks
+# The triangular inverse works on blocks of 16 x 16.
+BLOCK_ROW = 20  # floats between rows: 16-byte aligned, and `b0 = B[2t][g]` of a warp falls into 32 different banks
 BLOCK_SIZE = 316  # floats between blocks: the four diagonal ones start in different banks
 TRIANGLE = 10 * BLOCK_SIZE  # floats of one head's lower triangle: ten blocks, row by row
 
