@@ -73,13 +73,11 @@ def _experts(recipe: Recipe) -> list[str]:
     m = recipe.model
     if m.num_experts is None:
         return []
-    # The all-to-all dispatcher waits for CUDA events, whatever the device.
-    dispatcher = "allgather" if recipe.parallel.device == "cpu" else "alltoall"
     flags = [
         *("--num-experts", m.num_experts, "--moe-router-topk", m.experts_per_token),
         *("--moe-ffn-hidden-size", m.expert_hidden_size, "--moe-router-dtype", "fp32"),
         # Softmax over the chosen logits equals softmax over all, top-k, renormalised: Qwen's router.
-        *("--moe-router-score-function", "softmax", "--moe-token-dispatcher-type", dispatcher),
+        *("--moe-router-score-function", "softmax", "--moe-token-dispatcher-type", "alltoall"),
         *("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", m.router_balance_weight),
     ]
     if m.shared_expert_hidden_size is not None:

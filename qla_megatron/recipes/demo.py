@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from qla_megatron.recipes import catalogue
+from qla_megatron.recipes import catalogue, upstream
 from qla_megatron.recipes.progress import read_log
 
 RECIPE = "tiny_pretrain_2k_2xcpu"
@@ -108,10 +107,9 @@ def make_data(prefix: Path, console: Console) -> None:
         say(console, f"0. Data: {prefix}.bin is there")
         return
     say(console, "0. Data: Python's standard library, one document a file, bytes as tokens")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron names what is not installed, Transformer Engine and Apex
-        from qla_megatron.data.corpus import stdlib_corpus, write_corpus
+    from qla_megatron.data.corpus import stdlib_corpus, write_corpus
 
+    upstream.quiet_imports()
     info = write_corpus(stdlib_corpus(), prefix, "byte")
     console.print(f"{prefix}.bin: {info.documents} documents, {info.tokens:,} tokens")
 

@@ -21,7 +21,7 @@ def tiny_pretrain_2k_2xcpu() -> Recipe:
         parallel=Parallel(gpus=2, device="cpu", tensor=2, sequence=True),
         precision=Precision(dtype="fp32"),
         data=Data(sequence_length=2048, paths=("runs/demo/data/python",), split="95,5,0", workers=0),
-        train=Train(steps=160, global_batch=2, evaluate_every=40, evaluate_sequences=16, log_every=10),
+        train=Train(steps=120, global_batch=2, evaluate_every=40, evaluate_sequences=16, log_every=10),
         optimizer=Optimizer(lr=3e-3, min_lr=3e-4, warmup_steps=20, distributed=False, overlap=False),
         checkpoint=Checkpoint(save_every=40),
     )

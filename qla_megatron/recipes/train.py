@@ -28,6 +28,7 @@ def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         (folder / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)), encoding="utf-8")
+    upstream.quiet_imports()
     progress = Progress(recipe, folder, sys.stdout, speaks=rank == world - 1)
     stopped, had_group = None, torch.distributed.is_initialized()
     with _megatron_output_in(folder / f"megatron.rank{rank}.log"):

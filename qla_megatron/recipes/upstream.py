@@ -1,7 +1,9 @@
 """Work-arounds for faults of megatron-core 0.19, each with the fault named. `apply()` installs what is needed."""
 
 import importlib.util
+import logging
 import queue
+import warnings
 from typing import Any
 
 
@@ -10,6 +12,13 @@ def apply() -> None:
     _skip_missing_makefile()
     _save_without_manager_process()
     _resume_with_torch_adamw()
+
+
+def quiet_imports() -> None:
+    """Leave out what importing Megatron says on machines without Apex, Transformer Engine or a GPU: each run would
+    begin with a screen of it."""
+    warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _skip_missing_makefile() -> None:
