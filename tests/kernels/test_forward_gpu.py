@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qla_megatron.kernels.gated_delta_rule import chunked
+from qla_megatron.kernels.gated_delta_rule import chunk_gated_delta_rule, chunked
 from qla_megatron.testing.inputs import GATES, LAYOUTS, RuleInputs, make_rule_inputs
 from qla_megatron.testing.numerics import assert_close
 
@@ -46,7 +46,7 @@ def fused(x: RuleInputs, block_v=None, initial_state=True, output_final_state=Tr
 def reference(x: RuleInputs, initial_state=True):
     inputs = (t.double() for t in (x.q, x.k, x.v, x.g, x.beta))
     state = x.initial_state.double() if initial_state else None
-    return chunked.forward(*inputs, state, x.cu_seqlens, None, SCALE)[:2]
+    return chunked.forward(*inputs, state, x.cu_seqlens, None, SCALE, "reference")[:2]
 
 
 def check(x: RuleInputs, block_v=None, initial_state=True) -> None:
@@ -161,3 +161,19 @@ def test_refuses_what_it_does_not_serve():
         fused(RuleInputs(x.q, x.k, x.v[..., :64], x.g, x.beta, x.initial_state[..., :64], None))
     with pytest.raises(NotImplementedError, match="bfloat16 or float16"):
         fused(RuleInputs(x.q.float(), x.k.float(), x.v.float(), x.g, x.beta, x.initial_state, None))
+
+
+def test_the_public_op_takes_the_kernels():
+    x = make("empty documents")
+    arguments = (x.q, x.k, x.v, x.g, x.beta, SCALE, x.initial_state, True)
+    with torch.no_grad():
+        o, state = chunk_gated_delta_rule(*arguments, cu_seqlens=x.cu_seqlens)
+    want_o, want_state = fused(x)
+    assert torch.equal(o, want_o)
+    assert torch.equal(state, want_state)
+    x.q.requires_grad_()
+    with pytest.raises(NotImplementedError, match='backend="reference"'):
+        chunk_gated_delta_rule(*arguments, cu_seqlens=x.cu_seqlens)
+    o, _ = chunk_gated_delta_rule(*arguments, cu_seqlens=x.cu_seqlens, backend="reference")
+    o.sum().backward()
+    assert x.q.grad is not None

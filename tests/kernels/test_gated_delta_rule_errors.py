@@ -1,6 +1,7 @@
 """Every bad input of the gated delta rule: the error's type and what it says."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,9 +88,16 @@ def test_packing_needs_one_row():
 
 
 @pytest.mark.parametrize("backend", ["auto", "tilelang"])
-def test_cuda_is_refused_until_there_are_kernels(backend):
+def test_gradients_are_refused_until_there_are_backward_kernels(backend):
+    assert choose_backend(backend, torch.device("cuda")) == "tilelang"
+    with pytest.raises(NotImplementedError, match=r'no backward pass yet; .* backend="reference"'):
+        choose_backend(backend, torch.device("cuda"), needs_gradients=True)
+
+
+def test_what_the_kernels_saved_has_no_backward_pass():
+    saved = replace(chunk_gated_delta_rule_fwd(**arguments())[2], backend="tilelang")
     with pytest.raises(NotImplementedError, match='backend="reference"'):
-        choose_backend(backend, torch.device("cuda"))
+        chunk_gated_delta_rule_bwd(None, None, saved)
 
 
 def test_chunk_indices_are_not_needed():
@@ -100,7 +108,7 @@ def test_chunk_indices_are_not_needed():
 LOW_LEVEL = [
     ({"g": zeros(1, 9, 4).bfloat16()}, TypeError, "g must be float32, got bfloat16"),
     ({"initial_state": zeros(2, 4, 16, 8).double()}, TypeError, "initial_state must be float32, got float64"),
-    ({"plan": 1}, NotImplementedError, "plan is for the fused kernels"),
+    ({"plan": 1}, NotImplementedError, "plan must be None"),
 ]
 
 

@@ -23,9 +23,10 @@ def forward_op(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, final states, and the two tensors of `chunked.saved_like`."""
-    return chunked.forward(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale)
+    """o, final states, and the two tensors of `chunked.saved_like`; `backend` is "reference" or "tilelang"."""
+    return chunked.forward(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend)
 
 
 @forward_op.register_fake
@@ -39,9 +40,10 @@ def _(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    inverses, starts = chunked.saved_like(k, v, cu_seqlens)
+    inverses, starts = chunked.saved_like(k, v, cu_seqlens, backend)
     return v.new_empty(v.shape), starts.new_empty(documents, *starts.shape[1:]), inverses, starts
 
 
@@ -85,7 +87,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend = inputs
+    assert backend == "reference"  # op.py lets no gradient through the kernels, which have no backward pass yet
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, g, beta, *output[2:], cu_seqlens, cu_seqlens_cpu)
     ctx.scale = scale
@@ -95,7 +98,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, do: Tensor | None, dht: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     *grads, dinitial_state = backward_op(do, dht, *ctx.saved_tensors, ctx.scale)
     dstate = None if ctx.state_dtype is None else dinitial_state.to(ctx.state_dtype)
-    return *grads, dstate, None, None, None
+    return *grads, dstate, None, None, None, None
 
 
 forward_op.register_autograd(_backward, setup_context=_save)

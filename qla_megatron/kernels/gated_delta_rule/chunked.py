@@ -9,18 +9,20 @@ from . import reference
 BACKENDS = ("auto", "tilelang", "reference")
 
 
-def choose_backend(backend: str, device: torch.device) -> str:
+def choose_backend(backend: str, device: torch.device, needs_gradients: bool = False) -> str:
     """The backend that serves tensors of this device; raises where none does, and falls back to nothing."""
     if backend == "reference" or (backend == "auto" and device.type == "cpu"):
         return "reference"
-    if backend == "tilelang" and device.type == "cpu":
+    if device.type != "cuda":
         raise NotImplementedError(
-            'backend="tilelang" serves CUDA tensors, got CPU tensors; backend="reference" serves them'
+            f'backend="{backend}" serves CUDA tensors, got {device.type} tensors; backend="reference" serves them'
         )
-    raise NotImplementedError(
-        f'backend="{backend}" on {device.type}: the fused kernels are not there yet; backend="reference" (plain torch, '
-        "slow) runs on any device when asked for by name"
-    )
+    if needs_gradients:
+        raise NotImplementedError(
+            f'backend="{backend}" on {device.type}: the fused kernels have no backward pass yet; call it under '
+            'torch.no_grad(), or ask for backend="reference" (plain torch, slow) by name'
+        )
+    return "tilelang"
 
 
 def forward(
@@ -33,10 +35,17 @@ def forward(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o [B, T, HV, V], the final states [N, HV, K, V], and what `saved_like` describes."""
+    if backend == "tilelang":
+        from .fused_forward import fused_forward  # TileLang takes seconds to import, which a CPU run should not spend
+
+        o, state = fused_forward(q, k, v, g, beta, scale, initial_state, output_final_state=True, cu_seqlens=cu_seqlens)
+        assert state is not None
+        return o, state, *saved_like(k, v, cu_seqlens, backend)
     layout = lay_out_chunks(document_offsets(v.shape[0], v.shape[1], cu_seqlens, cu_seqlens_cpu), v.device)
-    inverses, starts = (x.zero_() for x in saved_like(k, v, cu_seqlens))
+    inverses, starts = (x.zero_() for x in saved_like(k, v, cu_seqlens, backend))
     if initial_state is None:
         state = starts.new_zeros(len(layout.order), *starts.shape[1:])
     else:
@@ -88,13 +97,14 @@ def backward(
     return dq, dk, dv, dg, dbeta, dstate[layout.order.argsort()]
 
 
-def saved_like(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def saved_like(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
     """Uninitialised room for what the forward pass keeps besides its inputs; the shapes don't depend on the offsets.
 
-    The inverses X [slots, HV, C, C] and the states at the chunks' starts [slots, HV, K, V], both float32 (or float64).
+    The reference: the inverses X [slots, HV, C, C] and the states at the chunks' starts [slots, HV, K, V], both float32
+    (or float64). The kernels keep nothing: their slots are 0.
     """
     batch, tokens, heads, V = v.shape
-    slots = slot_count(batch, tokens, cu_seqlens)
+    slots = slot_count(batch, tokens, cu_seqlens) if backend == "reference" else 0
     wide = torch.promote_types(v.dtype, torch.float32)
     return (
         v.new_empty(slots, heads, CHUNK, CHUNK, dtype=wide),

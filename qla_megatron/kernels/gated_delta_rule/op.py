@@ -84,9 +84,10 @@ def chunk_gated_delta_rule(
         dt_bias: [HV]; with `use_gate_in_kernel`, optional.
         chunk_size: 64.
         auto_cp: let the kernels split long documents over the multiprocessors of one device; the result is the same up
-            to rounding. The reference doesn't split.
-        backend: "reference" (plain torch, any device, any K and V), "tilelang" (fused kernels), or "auto": the
-            reference for CPU tensors, the kernels for CUDA tensors. No backend stands in for another.
+            to rounding. Without effect as yet: nothing is split.
+        backend: "reference" (plain torch, any device, any K and V), "tilelang" (fused kernels for Hopper: K = V = 128,
+            bfloat16 or float16, forward only as yet), or "auto": the reference for CPU tensors, the kernels for CUDA
+            tensors. No backend stands in for another.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final states [N, HV, K, V] in float32 (float64 if v is float64), or None.
@@ -115,7 +116,9 @@ def chunk_gated_delta_rule(
         _check_state("initial_state", initial_state, q, v, cu_seqlens, state_v_first)
         initial_state = initial_state.mT if state_v_first else initial_state
     check_choice("backend", backend, BACKENDS)
-    choose_backend(backend, q.device)
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    backend = choose_backend(backend, q.device, needs_gradients)
 
     wide = torch.promote_types(v.dtype, torch.float32)
     if cu_seqlens is not None:
@@ -132,7 +135,7 @@ def chunk_gated_delta_rule(
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     if A_log is not None:
         g = -A_log.to(wide).exp() * softplus(g if dt_bias is None else g + dt_bias.to(wide))
-    o, final_state, *_ = forward_op(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale)
+    o, final_state, *_ = forward_op(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend)
     if not output_final_state:
         return o, None
     return o, final_state.mT if state_v_first else final_state
@@ -153,6 +156,7 @@ class Saved:
     inverses: Tensor
     starts: Tensor
     scale: float
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ def chunk_gated_delta_rule_fwd(
     must be float32 (float64 if v is float64), and that states are [N, HV, K, V].
 
     Args:
-        plan: how kernels split documents; the reference takes None.
+        plan: how kernels split documents; None, as they don't yet.
 
     Returns:
         o [B, T, HV, V], the final states or None, and what `chunk_gated_delta_rule_bwd` needs.
@@ -204,11 +208,13 @@ def chunk_gated_delta_rule_fwd(
         check_dtype("initial_state", initial_state, (wide,))
     scale = _check_scale(scale, q)
     check_choice("backend", backend, BACKENDS)
-    choose_backend(backend, q.device)
+    backend = choose_backend(backend, q.device)
     if plan is not None:
-        raise NotImplementedError(f"plan is for the fused kernels; the reference takes plan=None, got {plan!r}")
-    o, final_state, inverses, starts = forward_op(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale)
-    saved = Saved(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, inverses, starts, scale)
+        raise NotImplementedError(f"plan must be None: documents are not split yet, got {plan!r}")
+    o, final_state, inverses, starts = forward_op(
+        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend
+    )
+    saved = Saved(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, inverses, starts, scale, backend)
     return o, final_state if output_final_state else None, saved
 
 
@@ -220,9 +226,13 @@ def chunk_gated_delta_rule_bwd(do: Tensor | None, dht: Tensor | None, saved: Sav
         do: [B, T, HV, V] gradient of o; None is 0.
         dht: [N, HV, K, V] gradient of the final states; None is 0.
         saved: what the forward pass returned; it may be used again.
+
+    Raises:
+        NotImplementedError: the forward pass ran on the fused kernels, which have no backward pass yet.
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved must be what chunk_gated_delta_rule_fwd returned, got {type(saved).__name__}")
+    choose_backend(saved.backend, saved.v.device, needs_gradients=True)
     B, T, HV, V = saved.v.shape
     if do is not None:
         check_shape("do", do, B=B, T=T, HV=HV, V=V)
