@@ -260,7 +260,9 @@ def reference_errors(x: Inputs, o: Tensor, state: Tensor) -> tuple[float, float]
     keys = sorted({0, h - 1})
     heads = [key * group + n for key in keys for n in range(group)]
     parts = [x.q[:, :, keys], x.k[:, :, keys], x.v[:, :, heads], x.g[:, :, heads], x.beta[:, :, heads]]
-    want_o, want_state, *_ = chunked.forward(*(p.double() for p in parts), x.h0[:, heads].double(), x.cu, None, SCALE)
+    want_o, want_state, *_ = chunked.forward(
+        *(p.double() for p in parts), x.h0[:, heads].double(), x.cu, None, SCALE, "reference"
+    )
     return _relative(o[:, :, heads], want_o), _relative(state[:, heads], want_state)
 
 
