@@ -36,6 +36,8 @@ def document_offsets(
         return tuple(n * tokens for n in range(batch + 1))
     offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
     check_offset_values(offsets, tokens)
+    if cu_seqlens_cpu is not None and cu_seqlens.device.type == "cpu" and tuple(cu_seqlens.tolist()) != offsets:
+        raise ValueError(f"cu_seqlens_cpu must equal cu_seqlens, {tuple(cu_seqlens.tolist())}, got {offsets}")
     return offsets
 
 

@@ -119,6 +119,9 @@ BAD = [
     ({"initial_state": torch.zeros(1, 5, 4)}, ValueError, "[N, D, W-1] with N=1, D=5, W-1=3, got (1, 5, 4)"),
     ({"output_final_state": None}, TypeError, "output_final_state must be a bool"),
     ({"cu_seqlens": torch.tensor([0.0, 3])}, TypeError, "cu_seqlens must be int32 or int64"),
+    ({"cu_seqlens": torch.tensor([1, 3])}, ValueError, "cu_seqlens must start at 0, got 1"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, "cu_seqlens must not decrease, got 3 then 2"),
+    ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens must end at or before T=3, got 4"),
     ({"x": torch.zeros(2, 3, 5), "cu_seqlens": torch.tensor([0, 3])}, ValueError, "x must have B=1, got B=2"),
 ]
 

@@ -28,6 +28,7 @@ def offsets(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 BAD = [
     ({"q": 3}, TypeError, "q must be a torch.Tensor, got int"),
     ({"q": zeros(9, 2, 16)}, ValueError, "q must have shape [B, T, H, K], got (9, 2, 16)"),
+    ({"q": zeros(1, 9, 2, 0)}, ValueError, "q must have shape [B, T, H, K] with K >= 1, got K=0"),
     (
         {"k": zeros(1, 8, 2, 16)},
         ValueError,
@@ -64,6 +65,7 @@ BAD = [
         "cu_seqlens_cpu is the host copy of cu_seqlens",
     ),
     ({"cu_seqlens_cpu": offsets(0, 9)}, ValueError, "cu_seqlens_cpu must have shape [N+1] with N+1=3, got (2,)"),
+    ({"cu_seqlens_cpu": offsets(0, 4, 9)}, ValueError, "must equal cu_seqlens, (0, 5, 9), got (0, 4, 9)"),
     ({"cp_context": object()}, NotImplementedError, "cp_context must be None"),
     ({"chunk_size": 32}, NotImplementedError, "chunk_size must be 64, got 32"),
     ({"use_gate_in_kernel": True}, ValueError, "A_log must be given with use_gate_in_kernel=True"),

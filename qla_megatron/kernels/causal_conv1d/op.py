@@ -1,8 +1,17 @@
 """Causal depthwise convolution: the public function."""
 
+import torch
 from torch import Tensor
 
-from ..checks import check_bool, check_choice, check_dtype, check_offsets, check_same_device, check_shape
+from ..checks import (
+    check_bool,
+    check_choice,
+    check_dtype,
+    check_offset_values,
+    check_offsets,
+    check_same_device,
+    check_shape,
+)
 from . import reference
 
 
@@ -19,7 +28,7 @@ def causal_conv1d(
 
     Before a document's first token lies its initial state, or 0. Computes in float32 (float64 if x is float64). Tokens
     after the last document's end get outputs and gradients of exactly 0. Plain torch on every device, without host
-    reads: the values of cu_seqlens aren't checked.
+    reads: the values of cu_seqlens are checked where they are on the CPU and nothing is being compiled.
 
     Args:
         x: [B, T, D] in bfloat16, float16, float32 or float64.
@@ -36,7 +45,7 @@ def causal_conv1d(
         y [B, T, D] in x's dtype, and the final states [N, D, W-1] in x's dtype, or None.
     """
     check_shape("x", x, B=None, T=None, D=None)
-    B, _, D = x.shape
+    B, T, D = x.shape
     check_dtype("x", x)
     check_shape("weight", weight, D=D, W=None)
     if weight.shape[1] == 0:
@@ -50,6 +59,8 @@ def causal_conv1d(
     check_choice("activation", activation, ("silu", "swish", None))
     check_bool("output_final_state", output_final_state)
     check_offsets(cu_seqlens, B, "x", x)
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_offset_values(cu_seqlens.tolist(), T)
     if initial_state is not None:
         documents = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_shape("initial_state", initial_state, N=documents, D=D, **{"W-1": weight.shape[1] - 1})

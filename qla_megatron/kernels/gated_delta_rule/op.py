@@ -281,6 +281,8 @@ def _check_inputs(
 ) -> None:
     check_shape("q", q, B=None, T=None, H=None, K=None)
     B, T, H, K = q.shape
+    if K == 0:
+        raise ValueError("q must have shape [B, T, H, K] with K >= 1, got K=0")
     check_shape("k", k, B=B, T=T, H=H, K=K)
     check_shape("v", v, B=B, T=T, HV=None, V=None)
     check_heads(H, v.shape[2])
