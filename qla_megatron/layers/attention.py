@@ -30,7 +30,8 @@ class CoreAttention(torch.nn.Module):
     """softmax(q k^T * scale) v under a causal mask, as Megatron's SelfAttention calls it.
 
     Args:
-        config: `kv_channels`, `attention_dropout`, `context_parallel_size` and the fields refused below are used.
+        config: `attention_dropout`, `num_query_groups`, `tensor_model_parallel_size` and the fields refused below are
+            used.
         layer_number, attention_type, cp_comm_type: taken because SelfAttention passes them; without effect, except
             that only self-attention is supported. Context parallelism always exchanges heads.
         attn_mask_type: causal or padding_causal, which are the same here.
@@ -69,6 +70,8 @@ class CoreAttention(torch.nn.Module):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group = pg_collection.cp
+        # Megatron counts a key and value head once for each tensor parallel rank where there are fewer than ranks.
+        _check_exchange(config.num_query_groups // config.tensor_model_parallel_size, self.cp_group.size())
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -128,12 +131,8 @@ class CoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens of this rank's heads; query, key and value travel together."""
-        c, heads = self.cp_group.size(), key.shape[2]
-        if heads % c:
-            raise NotImplementedError(
-                f"context parallelism exchanges heads: the key and value heads on a tensor parallel rank must be a "
-                f"multiple of the context parallel size {c}, got {heads}; use a smaller context or tensor parallel size"
-            )
+        c = self.cp_group.size()
+        _check_exchange(key.shape[2], c)
         tensors = (query, key, value)
         widths = [t.shape[2] * t.shape[3] for t in tensors]
         exchanged = to_head_shards(torch.cat([t.flatten(2) for t in tensors], -1), widths, self.cp_group, cu_seqlens)
@@ -202,6 +201,14 @@ def attend_packed(
 def _check_mask(mask: AttnMaskType) -> None:
     if mask not in CAUSAL_MASKS:
         raise NotImplementedError(f"attn_mask_type must be causal without Transformer Engine, got {mask}")
+
+
+def _check_exchange(key_heads: int, c: int) -> None:
+    if key_heads % c:
+        raise NotImplementedError(
+            f"context parallelism exchanges heads: the key and value heads on a tensor parallel rank must be a "
+            f"multiple of the context parallel size {c}, got {key_heads}; use a smaller context or tensor parallel size"
+        )
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

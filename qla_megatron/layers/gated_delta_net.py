@@ -27,7 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from qla_megatron.kernels.causal_conv1d import causal_conv1d
+from qla_megatron.kernels.checks import check_choice
 from qla_megatron.kernels.gated_delta_rule import chunk_gated_delta_rule
+from qla_megatron.kernels.gated_delta_rule.chunked import BACKENDS
 from qla_megatron.kernels.gated_norm import gated_rms_norm
 from qla_megatron.layers.checkpoint import keep_float32, let_megatron_save_float32_parameters, to_float32
 from qla_megatron.layers.context_parallel import slice_sections, to_head_shards, to_sequence_shards
@@ -67,7 +69,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             "auto".
 
     Raises:
-        ValueError: heads that do not divide by the parallel sizes, a bad range, rows that FP8 cannot take.
+        ValueError: heads that do not divide by the parallel sizes, a size that is missing, a bad range, an unknown
+            backend, rows that FP8 cannot take.
         NotImplementedError: an activation other than SiLU, a normalization other than RMSNorm.
     """
 
@@ -127,6 +130,10 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
     def _set_sizes(self) -> None:
         """The attributes by which Megatron's FSDP and converters recognise the layer, under the names they read."""
         config = self.config
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
+            size = getattr(config, f"linear_{name}")
+            if size is None or size < 1:
+                raise ValueError(f"linear_{name} must be at least 1, got {size}")
         self.hidden_size = config.hidden_size
         self.act_fn, self.activation = config.activation_func, config.activation_func.__name__
         self.conv_kernel_dim = config.linear_conv_kernel_dim
@@ -148,6 +155,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         self.conv_dim, self.conv_dim_local_tp = sum(self.sizes.convolution), sum(self.sizes_tp.convolution)
 
     def _check_config(self) -> None:
+        check_choice("backend", self.backend, BACKENDS)
         low, high = self.A_init_range
         if not 0 <= low <= high or high == 0:
             raise ValueError(

@@ -24,16 +24,25 @@ def document_offsets(packed: PackedSeqParams | None, tokens: int, batch: int, cp
             f"or {cp_size}, got {packed.local_cp_size}"
         )
     offsets = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    if getattr(packed, "_offsets_checked_for", None) == (tokens, cp_size):
-        return offsets
     of_keys = packed.cu_seqlens_kv if packed.cu_seqlens_kv_padded is None else packed.cu_seqlens_kv_padded
+    checked = (tokens, cp_size, _version(offsets), _version(of_keys))
+    if getattr(packed, "_offsets_checked", (None,))[0] == checked:
+        return offsets
     offsets = checked_offsets(offsets, tokens, "cu_seqlens_q", cp_size)
     if of_keys is not None and of_keys is not offsets:
         if of_keys.shape != offsets.shape:
             raise ValueError(f"cu_seqlens_kv must equal cu_seqlens_q, got {of_keys.shape} and {offsets.shape}")
         _require((of_keys == offsets).all(), "cu_seqlens_kv must equal cu_seqlens_q", of_keys)
-    packed._offsets_checked_for = (tokens, cp_size)  # every layer is handed the same object: the first one checks
+    # Every layer is handed the same object: the first one checks. The tensors are kept, so that none gets another's id.
+    packed._offsets_checked = checked, offsets, of_keys
     return offsets
+
+
+def _version(offsets: Tensor | None) -> tuple[int, int] | None:
+    """What changes when another tensor takes the place of this one, or other values are written into it."""
+    if offsets is None:
+        return None
+    return id(offsets), 0 if offsets.is_inference() else offsets._version
 
 
 def checked_offsets(offsets: Tensor | None, tokens: int, name: str, cp_size: int) -> Tensor:

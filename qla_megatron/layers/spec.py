@@ -14,6 +14,7 @@ layers save it under that name.
 import dataclasses
 import functools
 import logging
+from importlib import import_module
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -166,7 +167,8 @@ def _swapped(spec: Any, done: dict[int, Any]) -> Any:
     if id(spec) in done:
         return done[id(spec)]
     result = spec
-    if spec is MegatronGatedDeltaNet or spec == (MegatronGatedDeltaNet.__module__, "GatedDeltaNet"):
+    is_path = isinstance(spec, tuple) and spec[1:] == ("GatedDeltaNet",)
+    if (getattr(import_module(spec[0]), spec[1]) if is_path else spec) is MegatronGatedDeltaNet:
         result = GatedDeltaNet
     elif isinstance(spec, list):
         result = [_swapped(item, done) for item in spec]

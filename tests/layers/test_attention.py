@@ -158,6 +158,9 @@ def check_context_parallel() -> None:
     query, key, value, _ = inputs(torch.float32, (6, 3), (16, 16))
     with pytest.raises(NotImplementedError, match=f"multiple of the context parallel size {cp}, got 3"):
         attention(query, key, value, None)
+    few = {"num_query_groups": 2, "tensor_model_parallel_size": 2}  # refused before a long start, not at the first step
+    with pytest.raises(NotImplementedError, match=f"multiple of the context parallel size {cp}, got 1"):
+        make_attention(dist.group.WORLD, config=few | {"context_parallel_size": cp})
 
 
 @pytest.mark.parametrize("cp", [2, 4])

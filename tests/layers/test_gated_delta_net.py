@@ -227,6 +227,13 @@ def _check_refusals() -> None:
         make_layer(make_config(activation_func=F.gelu), alone())
     with pytest.raises(NotImplementedError, match="normalization must be 'RMSNorm', got 'LayerNorm'"):
         make_layer(make_config(normalization="LayerNorm"), alone())
+    with pytest.raises(ValueError, match="backend must be 'auto' or 'tilelang' or 'reference', got 'triton'"):
+        make_layer(make_config(), alone(), backend="triton")
+    for name, size in (("linear_num_key_heads", 0), ("linear_value_head_dim", None)):
+        config = make_config()
+        setattr(config, name, size)
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got {size}"):
+            make_layer(config, alone())
     config = make_config()
     config.linear_num_value_heads = 12
     with pytest.raises(

@@ -127,3 +127,19 @@ def test_offsets_on_a_device_are_never_read(cp_size: int) -> None:
     assert document_offsets(params, tokens=24, batch=1, cp_size=cp_size) is params.cu_seqlens_q_padded
     with pytest.raises(RuntimeError, match="meta"):
         params.cu_seqlens_q_padded[-1].item()
+
+
+def test_changed_offsets_are_checked_again() -> None:
+    params = packed([8, 16])
+    for _ in range(2):
+        assert document_offsets(params, tokens=24, batch=1, cp_size=1) is params.cu_seqlens_q
+    params.cu_seqlens_q[1] = 30  # in place
+    with pytest.raises(ValueError, match="must start at 0 and never fall"):
+        document_offsets(params, tokens=24, batch=1, cp_size=1)
+    params = packed([8, 16])
+    document_offsets(params, tokens=24, batch=1, cp_size=1)
+    params.cu_seqlens_kv = torch.tensor([0, 9, 24])
+    with pytest.raises(ValueError, match="cu_seqlens_kv must equal cu_seqlens_q"):
+        document_offsets(params, tokens=24, batch=1, cp_size=1)
+    with torch.inference_mode():  # whose tensors count no versions
+        assert document_offsets(packed([24]), tokens=24, batch=1, cp_size=1) is not None

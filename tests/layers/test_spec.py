@@ -333,8 +333,10 @@ def _check_swap() -> None:
         assert after.submodules.self_attention.metainfo == before.submodules.self_attention.metainfo
     assert swapped.layer_specs[3] == block.layer_specs[3]
     assert spec.swap_gdn(swapped) == swapped
-    by_name = ModuleSpec(module=(MegatronGatedDeltaNet.__module__, "GatedDeltaNet"))
-    assert spec.swap_gdn(by_name).module is GatedDeltaNet
+    for module in (MegatronGatedDeltaNet.__module__, "megatron.core.ssm.gated_delta_net"):
+        assert spec.swap_gdn(ModuleSpec(module=(module, "GatedDeltaNet"))).module is GatedDeltaNet
+    ours = ModuleSpec(module=("qla_megatron.layers", "GatedDeltaNet"))
+    assert spec.swap_gdn(ours) == ours
     assert spec.swap_gdn([MegatronGatedDeltaNet, RowParallelLinear]) == [GatedDeltaNet, RowParallelLinear]
     assert spec.swap_gdn(None) is None
     stack = hybrid_layer_specs.hybrid_stack_spec
