@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qla_megatron.data.corpus import jsonl_documents, read_info, stdlib_corpus, text_documents, text_files, write_corpus
+from qla_megatron.recipes.upstream import quiet_imports
 
 EXAMPLES = """
 examples:
@@ -27,7 +28,7 @@ examples:
       python tools/pack_dataset.py --inspect data/stdlib --seq-length 4096 --align 64
 
 what comes out:
-  PREFIX.bin and PREFIX.idx, Megatron's format, for --data-path or a recipe's data.blend; PREFIX.json says with which
+  PREFIX.bin and PREFIX.idx, Megatron's format, for --data-path or a recipe's data.paths; PREFIX.json says with which
   tokenizer, vocabulary size and end-of-document id. Packing happens while training, so that the sequence length and the
   alignment can change without making the files again. --text and --stdlib shuffle the files, so that Megatron's --split
   holds out documents of all kinds; the lines of --jsonl keep their order: shuffle them first if --split is to be used.
@@ -102,6 +103,10 @@ def inspect_dataset(options: argparse.Namespace, console: Console) -> None:
     check_alignment(options.seq_length, options.align)
     if not IndexedDataset.exists(options.inspect):
         raise ValueError(f"--inspect must name a dataset, got {options.inspect}: no .bin and .idx there")
+    with Path(f"{options.inspect}.idx").open("rb") as index:
+        is_index = index.read(9) == b"MMIDIDX\0\0"
+    if not is_index:
+        raise ValueError(f"--inspect must name a dataset, got {options.inspect}: its .idx is not Megatron's")
     dataset = IndexedDataset(options.inspect)  # kept to the end: it unmaps its index, lengths included, when it goes
     lengths = dataset.sequence_lengths
     statistics = packing_statistics(lengths, options.seq_length, options.align)
@@ -142,6 +147,7 @@ def histogram(lengths: np.ndarray) -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    quiet_imports()
     console = Console()
     try:
         (inspect_dataset if options.inspect else make_dataset)(options, console)

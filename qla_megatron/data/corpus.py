@@ -98,21 +98,22 @@ def jsonl_documents(files: Iterable[Path], key: str = "text") -> Iterator[str]:
     """The string under `key` of each line, in the order of the lines; empty lines are passed over.
 
     Raises:
-        ValueError: a line is not a JSON object, or has no string under `key`.
+        ValueError: a line is not a JSON object in UTF-8, or has no string under `key`, or half a surrogate pair in it.
     """
     for file in files:
-        with Path(file).open(encoding="utf-8") as lines:
+        with Path(file).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
                 try:
-                    value = json.loads(line)[key]
-                except (json.JSONDecodeError, KeyError, TypeError) as error:
+                    value = json.loads(line.decode("utf-8"))[key]
+                    if not isinstance(value, str):
+                        raise TypeError(f"{type(value).__name__} under {key!r}")
+                    value.encode("utf-8")
+                except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(
-                        f"{file}:{number} must be a JSON object with the key {key!r}, got {error!r}"
+                        f"{file}:{number} must be a JSON object with a string under {key!r}, got {error!r}"
                     ) from error
-                if not isinstance(value, str):
-                    raise ValueError(f"{file}:{number} must have a string under {key!r}, got {type(value).__name__}")
                 yield value
 
 

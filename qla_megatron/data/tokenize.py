@@ -34,12 +34,13 @@ def load_tokenizer(source: str, eod: str | None = None) -> TextTokenizer:
 
     Args:
         source: "byte"; or a `tokenizer.json` of Hugging Face's tokenizers; or a folder that holds one, such as a
-        model's. eod: the token that ends a document; by default `<|endoftext|>` if the vocabulary has it, else the
-        `eos_token` of
-            the folder's `tokenizer_config.json`. Chat models end a turn, not a document, with that one.
+            model's.
+        eod: the token that ends a document; by default `<|endoftext|>` if the vocabulary has it, else the `eos_token`
+            of the folder's `tokenizer_config.json`. Chat models end a turn, not a document, with that one.
 
     Raises:
-        ValueError: no such file; a folder without `tokenizer.json`; `eod` is not in the vocabulary, or none was found.
+        ValueError: no such file, or not a tokenizer's; a folder without `tokenizer.json`; `eod` is not in the
+            vocabulary, or none was found.
     """
     if source == BYTE:
         if eod is not None:
@@ -49,7 +50,10 @@ def load_tokenizer(source: str, eod: str | None = None) -> TextTokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"tokenizer must be 'byte', a tokenizer.json or a folder that holds one, got {source!r}")
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"tokenizer must be a tokenizer.json, got {file}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # Text that happens to spell a special token stays text: only the writer ends documents.

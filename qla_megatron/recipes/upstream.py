@@ -18,6 +18,7 @@ def quiet_imports() -> None:
     """Leave out what importing Megatron says on machines without Apex, Transformer Engine or a GPU: each run would
     begin with a screen of it."""
     warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
+    warnings.filterwarnings("ignore", message="Could not determine rank")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 

@@ -49,6 +49,7 @@ def test_jsonl_in_a_process_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), "--jsonl", "a.jsonl", "--key", "body", "--workers", "2", "--out", "d"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    assert not done.stderr
     assert texts_of(tmp_path / "d") == [f"line {i}" for i in range(5)]
 
 
@@ -62,7 +63,16 @@ def test_faults_are_one_line(tool: ModuleType, tmp_path: Path, capsys: pytest.Ca
     make = ["--text", str(tmp_path / "a.txt"), "--out", str(tmp_path / "d")]
     assert tool.main(make) == 0
     capsys.readouterr()
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"junk{suffix}").write_bytes(b"junk" * 20)
     faults = {
+        "latin.jsonl:2 must be": ["--jsonl", str(tmp_path / "latin.jsonl"), "--out", str(tmp_path / "e")],
+        "half.jsonl:1 must be": ["--jsonl", str(tmp_path / "half.jsonl"), "--out", str(tmp_path / "e")],
+        "its .idx is not Megatron's": ["--inspect", str(tmp_path / "junk")],
+        "tokenizer must be a tokenizer.json, got": [*make, "--overwrite", "--tokenizer", str(tmp_path)],
         "prefix must be free": make,
         "no .bin and .idx there": ["--inspect", str(tmp_path / "none")],
         "multiple of align=64, got 100": ["--inspect", str(tmp_path / "d"), "--seq-length", "100"],
