@@ -52,8 +52,9 @@ def check_alignment(sequence_length: int, align: int) -> None:
 
 @dataclass
 class PackedDatasetConfig(GPTDatasetConfig):
-    """Megatron's GPTDatasetConfig and `align`. The three switches on masks that Megatron insists on have their only
-    sensible value here.
+    """Megatron's GPTDatasetConfig, `align`, and the model's `vocab_size`: a token beyond it is an error, since
+    tensor-parallel embeddings would take it for zeros (None: not looked at). The three switches on masks that Megatron
+    insists on have their only sensible value here.
 
     Raises:
         ValueError: `sequence_length` is not a multiple of `align`.
@@ -66,6 +67,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
     create_attention_mask: bool = False
     inter_document_masking: bool = True
     align: int = CHUNK
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,6 +164,7 @@ class PackedDataset(MegatronDataset):
 
         Raises:
             IndexError: `idx` is outside `[0, len(self))`.
+        ValueError: a token id is not in the model's vocabulary.
         """
         number = 0 if idx is None else int(idx)
         if not 0 <= number < self.size:
@@ -214,7 +217,14 @@ class PackedDataset(MegatronDataset):
     def _tokens(self, k: int, offset: int, count: int) -> np.ndarray:
         """Up to `count` tokens of the k-th document from `offset` on, fewer at its end."""
         count = min(count, int(self.lengths[k]) - offset)
-        return self.dataset.get(int(self.documents[k]), offset=offset, length=count)
+        tokens = self.dataset.get(int(self.documents[k]), offset=offset, length=count)
+        limit = self.config.vocab_size
+        if limit is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < limit:
+            raise ValueError(
+                f"token ids of {self.dataset_path} must be in [0, vocab_size={limit}), got {tokens.min()} to "
+                f"{tokens.max()} in document {self.documents[k]}: was it made with another tokenizer?"
+            )
+        return tokens
 
 
 def padded_lengths(lengths: np.ndarray, align: int) -> np.ndarray:

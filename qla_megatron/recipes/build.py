@@ -21,6 +21,11 @@ def run_folder(recipe: Recipe, name: str) -> Path:
     return Path(recipe.checkpoint.folder or f"runs/{name}")
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a checkpoint was completed in a folder of checkpoints."""
+    return (folder / "latest_checkpointed_iteration.txt").is_file()
+
+
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed (it is optional)."""
     return importlib.util.find_spec("transformer_engine") is not None
@@ -175,9 +180,10 @@ def _checkpoint(recipe: Recipe, name: str) -> list[str]:
     flags: list[object] = ["--ckpt-format", "torch_dist"]
     if c.save:
         flags += ["--save", own, "--save-interval", c.save_every]
-    resume_from = own if (own / "latest_checkpointed_iteration.txt").is_file() else c.load
-    if resume_from is not None:
-        flags += ["--load", resume_from, "--exit-on-missing-checkpoint"]
+    if has_checkpoint(own):  # load_step is a step of another run
+        flags += ["--load", own, "--exit-on-missing-checkpoint"]
+    elif c.load is not None:
+        flags += ["--load", c.load, "--exit-on-missing-checkpoint"]
         flags += ["--ckpt-step", c.load_step] if c.load_step is not None else []
     return [str(flag) for flag in flags]
 

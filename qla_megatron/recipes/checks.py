@@ -7,10 +7,19 @@ at the place where it is to run.
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
+from omegaconf import DictConfig, OmegaConf
+
+from qla_megatron.data.corpus import read_info
 from qla_megatron.recipes import build
 from qla_megatron.recipes.recipe import Recipe
+
+_MODEL_FIELDS_A_RUN_MAY_CHANGE = {
+    "gdn", "gdn_backend", "gdn_decay_init", "init_std", "max_position", "router_balance_weight",
+}  # fmt: skip
 
 
 class RecipeError(ValueError):
@@ -35,13 +44,18 @@ def check(recipe: Recipe) -> None:
     faults = [*_numbers(recipe)]
     if not faults:  # the other rules divide by these numbers
         faults = [*_processes(recipe), *_heads(recipe), *_widths(recipe), *_experts(recipe), *_layers(recipe)]
-        faults += [*_sequence(recipe), *_batch(recipe), *_schedule(recipe)]
+        faults += [*_sequence(recipe), *_data(recipe), *_batch(recipe), *_schedule(recipe)]
     if faults:
         raise RecipeError("\n".join(faults))
 
 
-def check_machine(recipe: Recipe, environment: Mapping[str, str], *, has_cuda: bool) -> None:
-    """Refuse a recipe that cannot run in this place: number of processes, device, data.
+def check_machine(recipe: Recipe, environment: Mapping[str, str], *, cuda_devices: int) -> None:
+    """Refuse a recipe that cannot run in this place: number of processes, devices, data.
+
+    Args:
+        recipe: the recipe.
+        environment: torchrun's variables where it started this process; else WORLD_SIZE alone.
+        cuda_devices: those that torch sees here.
 
     Raises:
         RecipeError: every rule that is broken, one a line.
@@ -52,10 +66,11 @@ def check_machine(recipe: Recipe, environment: Mapping[str, str], *, has_cuda: b
         faults.append(
             f"parallel.gpus={p.gpus} but {world} process(es) run: start as many as the recipe says, or change it."
         )
-    if p.device != "cpu" and not has_cuda:
+    devices = 1 if "RANK" in environment else min(p.gpus, p.gpus_per_node)  # some launchers show each process its own
+    if p.device != "cpu" and cuda_devices < devices:
         faults.append(
-            f"parallel.device={p.device} needs a CUDA device and torch finds none. On a machine without one, try the "
-            "demo's recipe, tiny_pretrain_2k_2xcpu."
+            f"parallel.device={p.device} needs {devices} CUDA device(s) here and torch finds {cuda_devices}. On a "
+            "machine without any, try the demo's recipe, tiny_pretrain_2k_2xcpu."
         )
     if not recipe.data.paths:
         faults.append(
@@ -63,15 +78,12 @@ def check_machine(recipe: Recipe, environment: Mapping[str, str], *, has_cuda: b
             "data.paths=[PREFIX]."
         )
     for path in recipe.data.paths:
-        if not _is_weight(path) and not Path(f"{path}.idx").is_file():
-            faults.append(
-                f"data.paths: {path}.idx does not exist; tools/pack_dataset.py makes it from text or JSONL "
-                "(the demo's: make demo)."
-            )
+        if not _is_weight(path):
+            faults += _data_files(path, recipe.model.vocab_size)
     if recipe.model.gdn == "megatron" and importlib.util.find_spec("fla") is None:
         faults.append("model.gdn=megatron needs flash-linear-attention, which is not installed; or take model.gdn=qla.")
     load = recipe.checkpoint.load
-    if load is not None and not (Path(load) / "latest_checkpointed_iteration.txt").is_file():
+    if load is not None and not build.has_checkpoint(Path(load)):
         faults.append(f"checkpoint.load: {load} holds no checkpoint (no latest_checkpointed_iteration.txt in it).")
     elif load is not None and recipe.checkpoint.load_step is not None:
         step_folder = Path(load) / f"iter_{recipe.checkpoint.load_step:07d}"
@@ -80,6 +92,45 @@ def check_machine(recipe: Recipe, environment: Mapping[str, str], *, has_cuda: b
             faults.append(f"checkpoint.load_step: {step_folder} does not exist; there are {there}.")
     if faults:
         raise RecipeError("\n".join(faults))
+
+
+def check_folder(recipe: Recipe, folder: Path) -> None:
+    """Refuse a run folder whose checkpoints, from which the run would go on, are those of another model.
+
+    Raises:
+        RecipeError: it names the fields that differ.
+    """
+    written = folder / "recipe.yaml"
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"checkpoint.folder: {folder} is a file, not a folder.")
+    if not (written.is_file() and build.has_checkpoint(folder / "checkpoints")):
+        return
+    before, now = cast(DictConfig, OmegaConf.load(written)).get("model", {}), asdict(recipe.model)
+    other = [
+        f"model.{name} is {before.get(name)} there and {value} here"
+        for name, value in now.items()
+        if name not in _MODEL_FIELDS_A_RUN_MAY_CHANGE and before.get(name) != value
+    ]
+    if other:
+        raise RecipeError(
+            f"{folder} holds checkpoints of another model: {', '.join(other)}. Take another checkpoint.folder."
+        )
+
+
+def _data_files(prefix: str, vocab_size: int) -> Iterator[str]:
+    for suffix in (".idx", ".bin"):
+        if not Path(f"{prefix}{suffix}").is_file():
+            yield (
+                f"data.paths: {prefix}{suffix} does not exist; tools/pack_dataset.py makes it from text or JSONL (the "
+                "demo's: make demo)."
+            )
+    if Path(f"{prefix}.json").is_file():
+        info = read_info(prefix)
+        if info.vocab_size > vocab_size:
+            yield (
+                f"data.paths: {prefix} was made with tokenizer {info.tokenizer}, of {info.vocab_size} tokens, but "
+                f"model.vocab_size={vocab_size}. Take data of the model's own tokenizer, or another vocab_size."
+            )
 
 
 def _is_weight(text: str) -> bool:
@@ -91,20 +142,35 @@ def _is_weight(text: str) -> bool:
 
 
 def _numbers(recipe: Recipe) -> Iterator[str]:
-    positive = {
+    at_least_one = {
         "model": "hidden_size num_layers num_heads num_kv_heads head_dim attention_interval gdn_value_heads "
-        "gdn_key_heads gdn_key_dim gdn_value_dim gdn_conv_width max_position vocab_size padded_vocab_size "
-        "experts_per_token",
-        "parallel": "gpus tensor context pipeline expert gpus_per_node",
+        "gdn_key_heads gdn_key_dim gdn_value_dim gdn_conv_width rotary_base max_position vocab_size padded_vocab_size "
+        "ffn_hidden_size num_experts experts_per_token expert_hidden_size shared_expert_hidden_size",
+        "parallel": "gpus tensor context pipeline expert gpus_per_node layers_per_virtual_stage first_stage_layers "
+        "last_stage_layers",
         "data": "sequence_length alignment",
-        "train": "steps global_batch evaluate_every log_every",
+        "train": "steps global_batch seed evaluate_every log_every",
+        "optimizer": "decay_steps",
         "checkpoint": "save_every",
     }
-    for part, names in positive.items():
-        for name in names.split():
-            value = getattr(getattr(recipe, part), name)
-            if value < 1:
-                yield f"{part}.{name}={value} must be at least 1."
+    at_least_zero = {
+        "model": "norm_eps init_std router_balance_weight",
+        "data": "workers",
+        "train": "evaluate_sequences",
+        "optimizer": "lr min_lr warmup_steps weight_decay beta1 beta2 eps clip",
+    }
+    for lowest, parts in ((1, at_least_one), (0, at_least_zero)):
+        for part, names in parts.items():
+            for name in names.split():
+                value = getattr(getattr(recipe, part), name)
+                if value is not None and not lowest <= value < math.inf:
+                    yield f"{part}.{name}={value} must be at least {lowest}."
+    for name in ("beta1", "beta2"):
+        if getattr(recipe.optimizer, name) >= 1:
+            yield f"optimizer.{name}={getattr(recipe.optimizer, name)} must be less than 1."
+    low, high = recipe.model.gdn_decay_init
+    if not 0 < low < high:
+        yield f"model.gdn_decay_init=[{low}, {high}] must be two rising numbers above 0: their logarithms are taken."
 
 
 def _processes(recipe: Recipe) -> Iterator[str]:
@@ -255,6 +321,27 @@ def _sequence(recipe: Recipe) -> Iterator[str]:
         yield f"data.alignment={recipe.data.alignment} is not a multiple of 64, the chunk of the gated delta rule."
 
 
+def _data(recipe: Recipe) -> Iterator[str]:
+    d = recipe.data
+    weights = [_is_weight(path) for path in d.paths]
+    if any(weights) and weights != [True, False] * (len(weights) // 2):
+        yield (
+            f"data.paths=[{', '.join(d.paths)}] must be prefixes, or a weight before each prefix: weight, prefix, "
+            "weight, prefix, ..."
+        )
+    shares = [float(share) if _is_weight(share) else -1.0 for share in d.split.split(",")]
+    if len(shares) != 3 or min(shares) < 0:
+        yield f"data.split={d.split} must be three numbers: the shares of training, evaluation and test, as in 99,1,0."
+        return
+    evaluates = recipe.train.evaluate_sequences > 0
+    for name, share, is_needed in (("training", shares[0], True), ("evaluation", shares[1], evaluates)):
+        if is_needed and not share:
+            yield (
+                f"data.split={d.split} leaves no documents for {name}. Change it, or train without evaluation "
+                "(train.evaluate_sequences=0)."
+            )
+
+
 def _batch(recipe: Recipe) -> Iterator[str]:
     t, data = recipe.train, max(recipe.parallel.data, 1)
     for name in ("global_batch", "evaluate_sequences"):
@@ -278,6 +365,11 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps={o.warmup_steps} leaves nothing of the {o.decay_steps or t.steps} steps of the "
             "schedule (optimizer.decay_steps, or train.steps). Lower it."
+        )
+    if recipe.checkpoint.load_step is not None and recipe.checkpoint.load is None:
+        yield (
+            f"checkpoint.load_step={recipe.checkpoint.load_step} is a step of checkpoint.load, which is not set. The "
+            "run folder's own checkpoints go on from the latest."
         )
     if o.min_lr > o.lr:
         yield f"optimizer.min_lr={o.min_lr} is above optimizer.lr={o.lr}. Lower it."

@@ -47,8 +47,11 @@ def apply(recipe: Recipe, assignments: list[str]) -> Recipe:
             raise ValueError(f"no field {path!r} in a recipe.{_suggest(path, known)}")
         try:
             config = cast(DictConfig, OmegaConf.merge(config, OmegaConf.from_dotlist([assignment])))
+            OmegaConf.to_object(config)
         except OmegaConfBaseException as error:
             raise ValueError(f"{path}={value}: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # the YAML reader's own, which OmegaConf lets through
+            raise ValueError(f"{path}={value}: the value is not YAML") from error
     return cast(Recipe, OmegaConf.to_object(config))
 
 

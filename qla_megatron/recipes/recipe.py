@@ -146,7 +146,7 @@ class Train:
     """Sequences of one step, over all processes. A forward pass takes one: more tokens at a time is a longer
     sequence."""
     stop_after: int | None = None
-    """Stop (and save) after this step, the schedule unchanged; None: run to `steps`."""
+    """Stop (and save) at the next multiple of so many steps, the schedule unchanged; None: run to `steps`."""
     seed: int = 1234
     evaluate_every: int = 500
     """Steps between two evaluations on held-out documents; there is always one at the start and one at the end."""
@@ -201,7 +201,7 @@ class Checkpoint:
     load: str | None = None
     """Checkpoint folder to start from where the run folder has none yet. None: start from random weights."""
     load_step: int | None = None
-    """Which checkpoint; None: the latest."""
+    """Which checkpoint of `load`; None: the latest."""
 
 
 @dataclass(frozen=True)

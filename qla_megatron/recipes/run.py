@@ -75,27 +75,40 @@ def main(arguments: list[str] | None = None) -> int:
         if options.print:
             print_recipe(recipe, options.name, options.assignments)
             return 0
-        return start(recipe, options, arguments)
+        prepare(recipe, options, arguments)
     except ValueError as refusal:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {refusal}", file=sys.stderr)
-        return 2
+        return refuse(refusal)
+    from qla_megatron.recipes.train import train
+
+    try:
+        train(recipe, options.name, rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
+    except checks.RecipeError as refusal:  # nothing else: an error inside a run keeps its traceback, on its own rank
+        return refuse(refusal)
+    return 0
 
 
-def start(recipe: Recipe, options: argparse.Namespace, arguments: list[str]) -> int:
-    """Train here if this is one process of the right number; else launch, or say how."""
+def refuse(refusal: ValueError) -> int:
+    """Say why, once, where every process knows the same."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {refusal}", file=sys.stderr)
+    return 2
+
+
+def prepare(recipe: Recipe, options: argparse.Namespace, arguments: list[str]) -> None:
+    """Return if this is one process of the right number, ready to train; else launch, or say how."""
     import torch
 
-    inside_torchrun = "WORLD_SIZE" in os.environ
+    inside_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     environment = os.environ if inside_torchrun else {"WORLD_SIZE": str(recipe.parallel.gpus)}
-    checks.check_machine(recipe, environment, has_cuda=torch.cuda.is_available())
+    checks.check_machine(recipe, environment, cuda_devices=torch.cuda.device_count())
+    checks.check_folder(recipe, build.run_folder(recipe, options.name))
     if not inside_torchrun and (options.launch or recipe.parallel.gpus > 1):
         command = torchrun_command(recipe, [argument for argument in arguments if argument != "--launch"])
-        if not options.launch:
-            raise ValueError(
-                f"this recipe needs {recipe.parallel.gpus} processes. Start them with\n    {shlex.join(command)}\n"
-                "or, if they all run on this machine, add --launch."
-            )
+        one_machine = recipe.parallel.gpus <= recipe.parallel.gpus_per_node
+        if not options.launch or not one_machine:
+            end = "or add --launch." if one_machine else "on each of the machines; --launch serves one alone."
+            start = f"this recipe needs {recipe.parallel.gpus} processes. Start them with"
+            raise ValueError(f"{start}\n    {shlex.join(command)}\n{end}")
         if recipe.parallel.device == "cpu":
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for one another are slow on busy cores
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command[1:]])
@@ -105,10 +118,6 @@ def start(recipe: Recipe, options: argparse.Namespace, arguments: list[str]) -> 
     # Megatron asks for it on Hopper with tensor or context parallel: kernels are then issued in order, so that
     # communication overlaps.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    from qla_megatron.recipes.train import train
-
-    train(recipe, options.name, rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
-    return 0
 
 
 def torchrun_command(recipe: Recipe, arguments: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from qla_megatron.recipes import build, upstream
-from qla_megatron.recipes.checks import alignment
+from qla_megatron.recipes.checks import RecipeError, alignment
 from qla_megatron.recipes.progress import Progress
 from qla_megatron.recipes.recipe import Recipe
 
@@ -89,11 +89,15 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
         config = PackedDatasetConfig(
             random_seed=args.seed, sequence_length=args.seq_length, blend=blend, blend_per_split=blend_per_split,
             split=args.split, path_to_cache=args.data_cache_path, tokenizer=get_tokenizer(), align=alignment(recipe),
+            vocab_size=recipe.model.vocab_size,
         )  # fmt: skip
         builder = BlendedMegatronDatasetBuilder(
             PackedDataset, samples, lambda: parallel_state.get_tensor_model_parallel_rank() == 0, config
         )
-        training, held_out, _ = builder.build()
+        try:
+            training, held_out, _ = builder.build()
+        except ValueError as error:  # too little data: told by every process that reads it
+            raise RecipeError(f"data.paths: {error}") from error
         hooks.held_out = held_out if recipe.train.evaluate_sequences else None
         args.consumed_valid_samples = 0  # hooks.py reads from the beginning; Megatron would go on, and run out
         return training, hooks.held_out, None

@@ -1,5 +1,6 @@
 """PackedDataset: what every sample must hold, by comparison with the documents themselves."""
 
+import contextlib
 import itertools
 import pickle
 from collections import Counter
@@ -154,6 +155,17 @@ def test_none_is_a_sample_without_loss(tmp_path: Path) -> None:
     assert sample["loss_mask"].sum() == 0
     assert torch.equal(sample["tokens"], dataset[0]["tokens"])
     assert dataset[0]["loss_mask"].sum() > 0
+
+
+def test_token_beyond_the_vocabulary_is_an_error(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [np.arange(100), np.arange(100) + 200])
+    low = IndexedDataset(prefix)
+    for vocab_size, fails in ((300, False), (299, True)):
+        config = config_of(256, 64, vocab_size=vocab_size)
+        dataset = PackedDataset(low, prefix, np.arange(2, dtype=np.int32), None, Split.train, config)
+        context = pytest.raises(ValueError, match=r"vocab_size=299.*200 to 299 in document 1")
+        with context if fails else contextlib.nullcontext():
+            dataset[0]
 
 
 def test_splits_share_no_document(tmp_path: Path) -> None:

@@ -102,14 +102,16 @@ def test_changed_fields_reach_megatron(
 
 def test_checkpoint_of_the_run_folder_goes_before_that_of_another(tmp_path: Path) -> None:
     own = tmp_path / "run"
-    changes = [f"checkpoint.folder={own}", "checkpoint.load=elsewhere"]
+    changes = [f"checkpoint.folder={own}", "checkpoint.load=elsewhere", "checkpoint.load_step=7"]
     recipe = overrides.apply(catalogue.find("tiny_pretrain_2k_2xcpu"), changes)
     flags = build.megatron_flags(recipe, "test")
     assert flags[flags.index("--load") + 1] == "elsewhere"
+    assert flags[flags.index("--ckpt-step") + 1] == "7"
     (own / "checkpoints").mkdir(parents=True)
     (own / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
     flags = build.megatron_flags(recipe, "test")
     assert flags[flags.index("--load") + 1] == f"{own}/checkpoints"
+    assert "--ckpt-step" not in flags  # the same command goes on from the latest, not from that step again
 
 
 def test_hybrid_pattern_is_that_of_the_layers() -> None:

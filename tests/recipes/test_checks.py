@@ -73,6 +73,16 @@ REFUSED = [  # recipe, changes, words of the reason
     pytest.param(DENSE, "optimizer.min_lr=1", "above optimizer.lr", id="learning-rates"),
     pytest.param(DENSE, "train.stop_after=100001", "not a step from 1 to", id="stop-after"),
     pytest.param(DENSE, "optimizer.distributed=false", "optimizer.overlap=true gathers", id="overlap"),
+    pytest.param(TINY, "model.num_experts=0", "model.num_experts=0 must be at least 1", id="no-experts"),
+    pytest.param(TINY, "optimizer.lr=nan", "optimizer.lr=nan must be at least 0", id="nan"),
+    pytest.param(TINY, "optimizer.beta1=1", "must be less than 1", id="beta"),
+    pytest.param(TINY, "train.evaluate_sequences=-2", "evaluate_sequences=-2 must be at least 0", id="negative"),
+    pytest.param(TINY, "model.gdn_decay_init=[0,16]", "two rising numbers above 0", id="decay-init"),
+    pytest.param(TINY, "data.split=99", "must be three numbers", id="split"),
+    pytest.param(TINY, "data.split=a,b,c", "must be three numbers", id="split-words"),
+    pytest.param(TINY, "data.split=100,0,0", "leaves no documents for evaluation", id="split-without-evaluation"),
+    pytest.param(TINY, "data.paths=[0.3,a,b]", "a weight before each prefix", id="blend"),
+    pytest.param(TINY, "checkpoint.load_step=4", "is a step of checkpoint.load", id="load-step"),
     pytest.param(DENSE, "parallel.tensor=0", "parallel.tensor=0 must be at least 1", id="zero"),
 ]
 

@@ -1,12 +1,16 @@
-"""The command line: listing, printing, changing fields, refusing. Nothing here imports Megatron."""
+"""The command line: listing, printing, changing fields, refusing."""
 
+import json
+import os
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from qla_megatron.data.corpus import CorpusInfo
 from qla_megatron.recipes import catalogue, checks, overrides, run
 from qla_megatron.recipes.recipe import Recipe
 
@@ -96,6 +100,9 @@ REFUSED = [  # arguments, what the message must say
     pytest.param([DEMO, "train.steps=many"], "could not be converted to Integer", id="wrong-type"),
     pytest.param([DEMO, "train.steps=1.5"], "could not be converted to Integer", id="fraction-for-integer"),
     pytest.param([DEMO, "precision.dtype=fp8"], "expected one of", id="not-a-choice"),
+    pytest.param([DEMO, "data.paths=[a"], "data.paths=[a: the value is not YAML", id="broken-yaml"),
+    pytest.param([DEMO, "data.paths=a"], "data.paths=a: Invalid value", id="no-list"),
+    pytest.param([DEMO, "checkpoint.folder=${nothing}"], "checkpoint.folder=${nothing}: ", id="interpolation"),
     pytest.param([DEMO, "train.steps"], "expected path.to.field=value", id="no-value"),
     pytest.param([NINE, "parallel.tensor=3"], "not a multiple of tensor x context x pipeline", id="layout"),
 ]
@@ -115,7 +122,8 @@ def test_without_torchrun_the_line_to_type_is_shown(
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     prefix = f"{tmp_path}/data"
-    open(f"{prefix}.idx", "w").close()  # noqa: PTH123
+    for suffix in (".idx", ".bin"):
+        Path(f"{prefix}{suffix}").touch()
     assert run.main([DEMO, f"data.paths=[{prefix}]"]) == 2
     line = f"torchrun --standalone --nproc-per-node 2 -m qla_megatron.recipes.run {DEMO} 'data.paths=[{prefix}]'"
     assert line in capsys.readouterr().err
@@ -129,21 +137,85 @@ def test_several_nodes_in_the_launch_line() -> None:
 def test_machine_that_lacks_things_is_refused_by_name(tmp_path: Path) -> None:
     recipe = catalogue.find(NINE)
     with pytest.raises(checks.RecipeError) as refusal:
-        checks.check_machine(recipe, {"WORLD_SIZE": "4"}, has_cuda=False)
+        checks.check_machine(recipe, {"WORLD_SIZE": "4"}, cuda_devices=0)
     assert "parallel.gpus=8 but 4 process(es) run" in str(refusal.value)
     assert "tiny_pretrain_2k_2xcpu" in str(refusal.value)
     assert "tools/pack_dataset.py" in str(refusal.value)
     recipe = replace(recipe, data=replace(recipe.data, paths=("0.5", f"{tmp_path}/a")))
     with pytest.raises(checks.RecipeError, match=r"a\.idx does not exist"):
-        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, has_cuda=True)
+        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, cuda_devices=8)
     recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, load=str(tmp_path)))
     with pytest.raises(checks.RecipeError, match="holds no checkpoint"):
-        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, has_cuda=True)
+        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, cuda_devices=8)
     Path(f"{tmp_path}/iter_0000007").mkdir()
     Path(f"{tmp_path}/latest_checkpointed_iteration.txt").write_text("7")
     recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, load_step=5))
     with pytest.raises(checks.RecipeError, match="there are iter_0000007"):
-        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, has_cuda=True)
+        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, cuda_devices=8)
+
+
+def test_data_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    info = CorpusInfo("byte", 257, 256, "uint16", documents=1, tokens=5, shortest=5, longest=5, empty=0)
+    (tmp_path / "a.json").write_text(json.dumps(asdict(info)))
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"a{suffix}").touch()
+    recipe = overrides.apply(catalogue.find(DEMO), [f"data.paths=[{tmp_path}/a]"])
+    checks.check_machine(recipe, {"WORLD_SIZE": "2"}, cuda_devices=0)
+    recipe = overrides.apply(recipe, [f"model.vocab_size={info.vocab_size - 1}"])
+    with pytest.raises(checks.RecipeError, match=r"tokenizer byte, of 257 tokens, but model.vocab_size=256"):
+        checks.check_machine(recipe, {"WORLD_SIZE": "2"}, cuda_devices=0)
+
+
+def test_fewer_devices_than_processes_are_refused(tmp_path: Path) -> None:
+    recipe = overrides.apply(catalogue.find(NINE), [f"data.paths=[{tmp_path}/a]"])
+    with pytest.raises(checks.RecipeError, match=r"needs 8 CUDA device\(s\) here and torch finds 1"):
+        checks.check_machine(recipe, {"WORLD_SIZE": "8"}, cuda_devices=1)
+    with pytest.raises(checks.RecipeError) as refusal:  # a launcher may show each process one
+        checks.check_machine(recipe, {"WORLD_SIZE": "8", "RANK": "3"}, cuda_devices=1)
+    assert "CUDA" not in str(refusal.value)
+
+
+def test_run_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    recipe = catalogue.find(DEMO)
+    (tmp_path / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
+    wider = overrides.apply(recipe, ["model.hidden_size=256", "model.init_std=0.01"])
+    checks.check_folder(wider, tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    checks.check_folder(overrides.apply(recipe, ["train.steps=7", "model.init_std=0.01"]), tmp_path)
+    with pytest.raises(checks.RecipeError, match=r"another model: model.hidden_size is 128 there and 256 here\. Take"):
+        checks.check_folder(wider, tmp_path)
+    with pytest.raises(checks.RecipeError, match="is a file"):
+        checks.check_folder(recipe, tmp_path / "recipe.yaml")
+
+
+def test_launch_serves_one_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"d{suffix}").touch()
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("must not launch"))
+    changes = [f"data.paths=[{tmp_path}/d]", "parallel.gpus=4", "parallel.gpus_per_node=2", "--launch"]
+    assert run.main([DEMO, *changes]) == 2
+    assert "--nnodes 2" in (error := capsys.readouterr().err)
+    assert "on each of the machines" in error
+
+
+def test_an_error_inside_a_run_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qla_megatron.recipes import train
+
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"d{suffix}").touch()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a fault on this rank alone")
+
+    monkeypatch.setattr(train, "train", fail)
+    with pytest.raises(ValueError, match="a fault on this rank"):
+        run.main([DEMO, f"data.paths=[{tmp_path}/d]"])
 
 
 def test_module_runs_and_help_teaches_with_examples() -> None:
