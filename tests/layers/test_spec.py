@@ -23,6 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from qla_megatron.layers import GatedDeltaNet, spec
@@ -234,6 +235,31 @@ def _check_mtp() -> None:
     hybrid_model = hybrid(four_layers(mtp_num_layers=1), "G-G-G-*-/*-")
     assert isinstance(hybrid_model.mtp.layers[0].enorm, RMSNorm)
     losses(hybrid_model).mean().backward()
+
+
+def test_multi_token_prediction_stops_at_documents() -> None:
+    run_ranks(_check_packed_mtp, 1)
+
+
+def _check_packed_mtp() -> None:
+    """Its loss over a pack is that of each document alone; in none does the last token have one to predict."""
+    config = four_layers(mtp_num_layers=1)
+    model = gpt(config, mtp_block_spec=spec.mtp_block_spec(config)).train()
+    randomise(model)
+    lengths = [24, 40]
+    tokens, labels = torch.randint(VOCABULARY, (2, 1, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def loss(part: slice, params: PackedSeqParams | None = None) -> torch.Tensor:
+        MTPLossLoggingHelper.tracker.clear()
+        positions, mask = torch.arange(TOKENS)[None, part], torch.ones_like(tokens[:, part], dtype=torch.float32)
+        extra = {} if params is None else {"packed_seq_params": params}
+        model(tokens[:, part], positions, None, labels=labels[:, part], loss_mask=mask, **extra)
+        return MTPLossLoggingHelper.tracker["loss_values"].clone()
+
+    first, second = loss(slice(lengths[0])), loss(slice(lengths[0], TOKENS))
+    expected = (first * (lengths[0] - 1) + second * (lengths[1] - 1)) / (TOKENS - 2)
+    assert_close(loss(slice(TOKENS), packed(lengths)), expected, TOLERANCE, "loss")
+    assert (loss(slice(TOKENS)) - expected).abs() > 1e-3
 
 
 def test_checkpoint_keys_are_those_of_transformer_engine() -> None:
