@@ -1,11 +1,11 @@
-"""Parameters that stay float32 in a half-precision model, and Megatron's optimizer that has to save them.
+"""Parameters that stay float32 in a half-precision model, and Megatron's optimizers that have to save them.
 
 Megatron wraps a model with `module.bfloat16()`, and users call `.half()` or `.to(dtype)`: all of them end in
 `torch.nn.Module._apply` with a function from tensor to tensor. In bfloat16 the decay exp(A_log) is off by up to 0.4 %,
 which a long product of decays turns into a wrong gate, and small weights of a zero-centred norm vanish.
 
-The sharded form of the layer's parameters needs nothing here: the layer inherits it from Megatron, so that
-checkpoints of both are the same by construction. Loading casts to the dtype of the parameter.
+The sharded form of the layer's parameters needs nothing here: the layer inherits it from Megatron (save for a bias of
+in_proj), so that checkpoints of both are the same by construction. Loading casts to the dtype of the parameter.
 """
 
 import functools
@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
@@ -46,12 +47,34 @@ def to_float32(parameter: torch.nn.Parameter) -> None:
 
 @functools.cache
 def let_megatron_save_float32_parameters() -> None:
-    """Work around a fault of megatron-core 0.19 in Float16OptimizerWithFloat16Params.sharded_state_dict, once.
+    """Work around a fault of megatron-core 0.19 in each of its two half-precision optimizers, once.
 
-    This optimizer (half precision without the distributed optimizer) trains float32 parameters beside half-precision
-    ones, but looks for the sharded form of the half-precision ones alone: "Param id 4 does not match any model sharded
-    param". Models without float32 parameters keep Megatron's method.
+    Both train float32 parameters beside half-precision ones. Models without float32 parameters notice nothing.
+
+    - Float16OptimizerWithFloat16Params looks for the sharded form of the half-precision parameters alone: "Param id 4
+      does not match any model sharded param".
+    - DistributedOptimizer numbers a group's parameters in the order of its buffers, but hands float32 ones to Adam
+      first. Where a half-precision buffer comes first, as in every model with an embedding, a parameter's moments are
+      saved and loaded as another one's: an error if their sizes differ, else wrong without one.
     """
+    _save_beside_half_precision()
+    _number_float32_parameters_first()
+
+
+def _number_float32_parameters_first() -> None:
+    megatrons = DistributedOptimizer._build_optimizer_group_ranges
+
+    def group_ranges(cls: type, param_groups: list[dict[str, Any]], gbuf_ranges: list[dict[Any, Any]]) -> Any:
+        numbers, ranges = megatrons(param_groups, gbuf_ranges)
+        for group, group_range in enumerate(ranges):
+            group_range["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
+            numbers |= {parameter: (group, n) for n, parameter in enumerate(group_range["params"])}
+        return numbers, ranges
+
+    DistributedOptimizer._build_optimizer_group_ranges = classmethod(group_ranges)
+
+
+def _save_beside_half_precision() -> None:
     megatrons = Float16OptimizerWithFloat16Params.sharded_state_dict
 
     def sharded_state_dict(

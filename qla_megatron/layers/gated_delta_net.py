@@ -15,12 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDeltaNet
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -49,7 +51,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
     - A_log, dt_bias and out_norm.weight are float32, whatever the model is wrapped in;
     - out_norm's gradient is summed over tensor parallel ranks with sequence parallelism off, too;
     - packing works in deterministic mode (the kernels are deterministic), and makes no layer wait for the device;
-    - convolution weights start differently on different tensor parallel ranks.
+    - convolution weights start differently on different tensor parallel ranks;
+    - a bias of in_proj, which Qwen's models don't have, is saved part by part, under other keys than Megatron's.
 
     Args:
         config: its `linear_*` fields give the sizes. Two optional attributes, which are not fields of Megatron's, stand
@@ -135,7 +138,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             if size is None or size < 1:
                 raise ValueError(f"linear_{name} must be at least 1, got {size}")
         self.hidden_size = config.hidden_size
-        self.act_fn, self.activation = config.activation_func, config.activation_func.__name__
+        self.act_fn = config.activation_func
+        self.activation = getattr(self.act_fn, "__name__", repr(self.act_fn))
         self.conv_kernel_dim = config.linear_conv_kernel_dim
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -247,6 +251,23 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GatedDeltaNet":
         return super()._apply(keep_float32(fn, (self.A_log, self.dt_bias, self.out_norm.weight)), recurse)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Megatron's, with in_proj's bias split into the parts of in_proj's rows as its weight is.
+
+        Megatron saves that bias as one block, which comes out wrong at another tensor parallel size.
+        """
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
+        if self.bias:
+            rows, key = list(self.in_proj_split_sections), f"{prefix}in_proj.bias"
+            sharded[key] = _split_tensor_factory(sharded[key], rows, self.in_proj_split_names, 0)
+        return sharded
 
     def forward(
         self,

@@ -40,7 +40,7 @@ def document_offsets(packed: PackedSeqParams | None, tokens: int, batch: int, cp
 
 def _version(offsets: Tensor | None) -> tuple[int, int] | None:
     """What changes when another tensor takes the place of this one, or other values are written into it."""
-    if offsets is None:
+    if not isinstance(offsets, Tensor):
         return None
     return id(offsets), 0 if offsets.is_inference() else offsets._version
 
@@ -53,7 +53,7 @@ def checked_offsets(offsets: Tensor | None, tokens: int, name: str, cp_size: int
         ValueError: not so, for offsets on the CPU. Those on a device are checked there, which aborts the run with the
             message, since reading them would make the host wait in every layer.
     """
-    if offsets is None or offsets.dim() != 1 or offsets.numel() < 2:
+    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.numel() < 2:
         raise ValueError(f"{name} must have shape [N + 1] with N > 0, got {offsets}")
     lengths = offsets.diff()
     _require((offsets[0] == 0) & (lengths >= 0).all(), f"{name} must start at 0 and never fall", offsets)

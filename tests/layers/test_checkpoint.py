@@ -150,6 +150,64 @@ def test_parameters_and_moments_reshard(tmp_path: Path) -> None:
     run_ranks(_load, 1, tmp_path, "ours", "megatron")
 
 
+def _save_with_biases(folder: Path) -> None:
+    layer = make_layer(make_config(tensor_model_parallel_size=dist.get_world_size()), split_groups(), bias=True)
+    load(layer, random_weights(), dist.get_rank(), dist.get_world_size())
+    dist_checkpointing.save(layer.sharded_state_dict(prefix=PREFIX), str(folder))
+
+
+def _load_with_biases(folder: Path) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layer = make_layer(make_config(tensor_model_parallel_size=ranks), split_groups(), bias=True)
+    loaded = dist_checkpointing.load(layer.sharded_state_dict(prefix=PREFIX), str(folder))
+    for name, whole in random_weights().items():
+        if name != "conv1d.bias":
+            assert torch.equal(loaded[PREFIX + name], share(name, whole, rank, ranks)), name
+
+
+def test_biases_reshard(tmp_path: Path) -> None:
+    run_ranks(_save_with_biases, 2, tmp_path)
+    run_ranks(_load_with_biases, 4, tmp_path)
+
+
+class NormAndLayer(torch.nn.Module):
+    """As in a model, a half-precision parameter comes first, and shares the group without weight decay with A_log."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight, self.layer = torch.nn.Parameter(torch.ones(HIDDEN, dtype=torch.bfloat16)), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.weight, None)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_distributed_optimizer_saves_each_parameter_as_itself(ranks: int) -> None:
+    run_ranks(_save_each_as_itself, ranks, tensor_parallel=1)
+
+
+def _save_each_as_itself() -> None:
+    config = make_config(bf16=True, deterministic_mode=True)
+    layer = make_layer(config, split_groups())
+    load(layer, random_weights(0), 0, 1)
+    settings = {"use_distributed_optimizer": True}
+    reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **settings)
+    model = DistributedDataParallel(config, reduction, NormAndLayer(layer).bfloat16())
+    adam = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=True, **settings)
+    [optimizer] = get_megatron_optimizer(adam, [model]).chained_optimizers
+    model(torch.randn(TOKENS, 1, HIDDEN).bfloat16()).float().square().mean().backward()
+    finalize_model_grads([model])
+    assert optimizer.step()[0]
+
+    state = optimizer.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for number, buffer in enumerate(optimizer.buffers):
+        [saved] = state[number].values()
+        for parameter, (start, end, _) in buffer.param_index_map.items():
+            own = saved["param"][start:end].view(parameter.shape).to(parameter.dtype)
+            assert torch.equal(own, parameter), names[id(parameter)]
+
+
 def test_no_weight_decay_for_gates_and_norms() -> None:
     run_ranks(_check_weight_decay, 1)
 

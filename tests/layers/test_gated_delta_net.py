@@ -225,6 +225,8 @@ def _check_refusals() -> None:
             make_layer(make_config(), alone(), A_init_range=bad)
     with pytest.raises(NotImplementedError, match="activation_func must be silu, got gelu"):
         make_layer(make_config(activation_func=F.gelu), alone())
+    with pytest.raises(NotImplementedError, match=r"activation_func must be silu, got SiLU\(\)"):
+        make_layer(make_config(activation_func=torch.nn.SiLU()), alone())
     with pytest.raises(NotImplementedError, match="normalization must be 'RMSNorm', got 'LayerNorm'"):
         make_layer(make_config(normalization="LayerNorm"), alone())
     with pytest.raises(ValueError, match="backend must be 'auto' or 'tilelang' or 'reference', got 'triton'"):

@@ -95,6 +95,7 @@ def _check_only_thd() -> None:
         (packed([8, 16], cu_seqlens_q=torch.tensor([0, 30, 24])), 1, "must start at 0 and never fall"),
         (packed([8, 16], cu_seqlens_q=torch.tensor([2, 8, 24])), 1, "must start at 0 and never fall"),
         (packed([8, 16], cu_seqlens_q=torch.tensor([24])), 1, r"cu_seqlens_q must have shape \[N \+ 1\]"),
+        (packed([8, 16], cu_seqlens_q=[0, 8, 24]), 1, r"cu_seqlens_q must have shape \[N \+ 1\] .* got \[0, 8, 24\]"),
         (PackedSeqParams(qkv_format="thd"), 1, r"cu_seqlens_q must have shape \[N \+ 1\]"),
     ],
 )
