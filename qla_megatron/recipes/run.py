@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import sys
+import traceback
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -165,5 +166,18 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def run() -> None:
+    """`main`, and out of the process at once after an error: a rank that still waits at its exit for communicators or
+    loader processes keeps all others waiting, and torchrun from stopping them."""
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

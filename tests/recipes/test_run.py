@@ -231,3 +231,14 @@ def test_listing_imports_neither_torch_nor_megatron() -> None:
         "assert not {'torch', 'megatron'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_a_process_ends_at_once_after_an_error() -> None:
+    code = (
+        "import threading, time; from qla_megatron.recipes import run;"
+        "threading.Thread(target=time.sleep, args=(120,)).start();"  # what the interpreter would wait for
+        "run.main = lambda: 1 / 0; run.run()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "ZeroDivisionError" in ended.stderr
