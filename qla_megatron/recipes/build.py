@@ -26,6 +26,12 @@ def has_checkpoint(folder: Path) -> bool:
     return (folder / "latest_checkpointed_iteration.txt").is_file()
 
 
+def evaluation_batch(recipe: Recipe) -> int:
+    """Held-out sequences that all processes take at a time: one each, or as many as the interleaved schedule needs."""
+    p = recipe.parallel
+    return p.data * (p.pipeline if p.layers_per_virtual_stage else 1)
+
+
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed (it is optional)."""
     return importlib.util.find_spec("transformer_engine") is not None
@@ -139,12 +145,12 @@ def _data(recipe: Recipe, name: str) -> list[str]:
 
 def _train(recipe: Recipe, name: str) -> list[str]:
     t = recipe.train
-    evaluation_batch = recipe.parallel.data
+    at_a_time = evaluation_batch(recipe)
     flags = [
         *("--micro-batch-size", 1, "--global-batch-size", t.global_batch, "--train-iters", t.steps),
         *("--seed", t.seed, "--calculate-per-token-loss", "--eval-interval", t.evaluate_every),
-        *("--eval-iters", t.evaluate_sequences // evaluation_batch),
-        *("--eval-micro-batch-size", 1, "--eval-global-batch-size", evaluation_batch),
+        *("--eval-iters", t.evaluate_sequences // at_a_time),
+        *("--eval-micro-batch-size", 1, "--eval-global-batch-size", at_a_time),
         *("--log-interval", t.log_every, "--exit-signal-handler", "--no-one-logger"),
     ]
     if t.tensorboard:

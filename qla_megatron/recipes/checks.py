@@ -282,6 +282,11 @@ def _layers(recipe: Recipe) -> Iterator[str]:
             "parallel.first_stage_layers, last_stage_layers and layers_per_virtual_stage need "
             "parallel.pipeline > 1. Set null."
         )
+    elif ends and p.layers_per_virtual_stage:
+        yield (
+            "parallel.layers_per_virtual_stage needs even stages, without parallel.first_stage_layers and "
+            "last_stage_layers. Set one of them to null."
+        )
     elif stages > 0 and (middle < stages or middle % stages):
         yield (
             f"model.num_layers={m.num_layers}: {middle} layer(s) cannot be split evenly over {stages} pipeline "
@@ -311,9 +316,8 @@ def _sequence(recipe: Recipe) -> Iterator[str]:
     if length % align:
         yield (
             f"data.sequence_length={length} is not a multiple of {align}, to which packed documents are aligned (the "
-            "least common "
-            "multiple of data.alignment, 2 x context and tensor where sequence parallel). The next ones are "
-            f"{length // align * align} and {math.ceil(length / align) * align}."
+            "least common multiple of data.alignment, 2 x context and tensor where sequence parallel). The next ones "
+            f"are {length // align * align} and {math.ceil(length / align) * align}."
         )
     if length > recipe.model.max_position:
         yield f"data.sequence_length={length} is more than model.max_position={recipe.model.max_position}. Raise that."
@@ -343,7 +347,7 @@ def _data(recipe: Recipe) -> Iterator[str]:
 
 
 def _batch(recipe: Recipe) -> Iterator[str]:
-    t, data = recipe.train, max(recipe.parallel.data, 1)
+    p, t, data = recipe.parallel, recipe.train, max(recipe.parallel.data, 1)
     for name in ("global_batch", "evaluate_sequences"):
         value = getattr(t, name)
         if value % data:
@@ -351,7 +355,11 @@ def _batch(recipe: Recipe) -> Iterator[str]:
                 f"train.{name}={value} is not a multiple of the data parallel size {data} (gpus over tensor x "
                 "context x pipeline), so the processes would get unequal shares. Change it, or parallel.gpus."
             )
-    p = recipe.parallel
+    if p.layers_per_virtual_stage and t.evaluate_sequences % (data * p.pipeline):
+        yield (
+            f"train.evaluate_sequences={t.evaluate_sequences} is not a multiple of {data} x {p.pipeline}, data x "
+            "pipeline parallel size, as the interleaved pipeline schedule needs. Change it."
+        )
     if p.layers_per_virtual_stage and (t.global_batch // data) % p.pipeline:
         yield (
             f"The interleaved pipeline schedule needs a multiple of parallel.pipeline={p.pipeline} micro-batches a "

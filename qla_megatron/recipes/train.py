@@ -22,6 +22,7 @@ def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
     recipe.yaml, log.jsonl (progress.py), megatron.rank*.log, checkpoints/, and tensorboard/ where it is asked for.
 
     Raises:
+        RuntimeError: model-parallel groups exist already, which Megatron would take in place of the recipe's.
         SystemExit: Megatron left with an exit code other than 0; its log says why.
     """
     folder = build.run_folder(recipe, name)
@@ -64,10 +65,13 @@ def _start(recipe: Recipe, name: str, progress: Progress) -> Any:
 
 
 def _pretrain(recipe: Recipe, hooks: Any) -> None:
+    from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.training import get_args, pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("model-parallel groups exist already: Megatron would take them in place of the recipe's")
     args = get_args()
     container = pretrain_cfg_container_from_args(args, build.model_config(recipe, args))
     with hooks.installed():

@@ -12,6 +12,7 @@ def apply() -> None:
     _skip_missing_makefile()
     _save_without_manager_process()
     _resume_with_torch_adamw()
+    _count_tokens_of_experts_on_cpu()
 
 
 def quiet_imports() -> None:
@@ -89,6 +90,22 @@ def _resume_with_torch_adamw() -> None:
     cls.load_state_dict = load_state_dict_with_own_steps
     cls._set_main_param_and_optimizer_states = set_states_but_step
     cls._qla_resumes = True
+
+
+def _count_tokens_of_experts_on_cpu() -> None:
+    """Fault: the all-to-all dispatcher of experts makes NumPy arrays of its counts, which are the sizes that torch's
+    collective wants, only where they come from a GPU. With expert parallelism on a CPU: TypeError.
+    """
+    import torch
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    move = moe_utils.maybe_move_tensor_to_cpu
+
+    def move_and_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = move(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_and_convert
 
 
 def _zero_step() -> Any:

@@ -50,9 +50,21 @@ REFUSED = [  # recipe, changes, words of the reason
     pytest.param(
         MOE, "parallel.first_stage_layers=20 parallel.last_stage_layers=10", "30, not model.num_layers=40", id="uneven"
     ),
+    pytest.param(
+        "qwen3_5_122b_a10b_pretrain_4k_128xh100",
+        "parallel.first_stage_layers=6",
+        "needs even stages",
+        id="waves-uneven",
+    ),
     pytest.param(MOE, "parallel.layers_per_virtual_stage=3", "does not divide the 20 layers", id="virtual-stages"),
     pytest.param(
         MOE, "parallel.layers_per_virtual_stage=10 train.global_batch=24", "multiple of parallel.pipeline=2", id="waves"
+    ),
+    pytest.param(
+        MOE,
+        "parallel.layers_per_virtual_stage=10 train.evaluate_sequences=8",
+        "not a multiple of 8 x 2",
+        id="waves-eval",
     ),
     pytest.param(
         MOE, "model.stack=hybrid parallel.layers_per_virtual_stage=10", "even pipeline stages only", id="hybrid-stages"

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from megatron.core import parallel_state
 
 from qla_megatron.data.corpus import write_corpus
 from qla_megatron.recipes import catalogue, checks, overrides
@@ -31,10 +32,17 @@ def train_on_this_rank(name: str, assignments: list[str], delay_sigterm: float |
 
     recipe = overrides.apply(catalogue.find(name), assignments)
     checks.check(recipe)
+    parallel_state.destroy_model_parallel()  # run_ranks made groups of its own, which Megatron would keep
     if delay_sigterm is not None:
         log = Path(recipe.checkpoint.folder or "") / "log.jsonl"
         threading.Thread(target=terminate_later, args=(log, delay_sigterm), daemon=True).start()
     train(recipe, name, rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
+    p = recipe.parallel
+    sizes = {
+        "tensor_model_parallel": p.tensor, "context_parallel": p.context, "pipeline_model_parallel": p.pipeline,
+        "expert_model_parallel": p.expert, "data_parallel": p.data,
+    }  # fmt: skip
+    assert {kind: getattr(parallel_state, f"get_{kind}_world_size")() for kind in sizes} == sizes
 
 
 def terminate_later(log: Path, delay: float) -> None:
@@ -149,11 +157,16 @@ def test_distributed_optimizer_resumes_exactly(corpus: str, tmp_path: Path) -> N
     assert_module_grad_norms_add_up(first)
 
 
+NO_TENSOR_PARALLEL = ["parallel.tensor=1", "parallel.sequence=false"]
 OTHERS = [  # recipe, ranks, changes
     pytest.param("tiny_moe_pretrain_2k_2xcpu", 2, [], id="moe-tp2"),
+    pytest.param("tiny_moe_pretrain_2k_2xcpu", 2, [*NO_TENSOR_PARALLEL, "parallel.expert=2"], id="moe-ep2"),
+    pytest.param(
+        DENSE, 2, [*NO_TENSOR_PARALLEL, "parallel.pipeline=2", "parallel.layers_per_virtual_stage=1"], id="waves"
+    ),
     pytest.param("tiny_hybrid_pretrain_2k_2xcpu", 2, [], id="hybrid-tp2"),
-    pytest.param(DENSE, 2, ["parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=2"], id="pipeline2"),
-    pytest.param(DENSE, 2, ["parallel.tensor=1", "parallel.sequence=false", "parallel.context=2"], id="context2"),
+    pytest.param(DENSE, 2, [*NO_TENSOR_PARALLEL, "parallel.pipeline=2"], id="pipeline2"),
+    pytest.param(DENSE, 2, [*NO_TENSOR_PARALLEL, "parallel.context=2"], id="context2"),
 ]
 
 
