@@ -226,6 +226,25 @@ def test_loss_on_the_final_state_alone():
         assert x.abs().sum() > 0, name
 
 
+def test_a_long_document_equals_its_pieces():
+    # Around 2^16 tokens and 2^11 chunks; the cut is no multiple of a chunk.
+    inputs = make_rule_inputs((None, 131073), "qwen", value_heads=1, key_dim=4, value_dim=2)
+    q, k, v, g, beta, h0 = leaves = inputs.leaves()
+    o, state = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=h0, output_final_state=True)
+    pieces, carried = [], h0
+    for part in (slice(65535), slice(65535, 65537), slice(65537, None)):
+        x = (t[:, part] for t in (q, k, v, g, beta))
+        piece, carried = chunk_gated_delta_rule(*x, initial_state=carried, output_final_state=True)
+        pieces.append(piece)
+    assert_close("o", torch.cat(pieces, dim=1), o, 1e-12)
+    assert_close("state", carried, state, 1e-12)
+    have, want = (
+        torch.autograd.grad([p.sum(), s.sum()], leaves) for p, s in ((torch.cat(pieces, 1), carried), (o, state))
+    )
+    for name, x, y in zip(NAMES[2:], have, want, strict=True):
+        assert_close(name, x, y, 1e-11)
+
+
 def test_state_v_first():
     inputs = make_rule_inputs("rows")
     h0 = inputs.initial_state
