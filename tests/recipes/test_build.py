@@ -47,7 +47,8 @@ def test_arguments_come_out_of_megatrons_parser(name: str, monkeypatch: pytest.M
         "pipeline_model_parallel_size": p.pipeline, "expert_model_parallel_size": p.expert,
         "sequence_parallel": p.sequence, "bf16": recipe.precision.dtype == "bf16", "micro_batch_size": 1,
         "global_batch_size": t.global_batch, "train_iters": t.steps, "seq_length": recipe.data.sequence_length,
-        "eval_iters": t.evaluate_sequences // at_a_time, "lr": o.lr, "min_lr": o.min_lr, "lr_warmup_iters": o.warmup_steps,
+        "eval_iters": t.evaluate_sequences // at_a_time, "lr": o.lr, "min_lr": o.min_lr,
+        "lr_warmup_iters": o.warmup_steps,
         "weight_decay": o.weight_decay, "adam_beta2": o.beta2, "clip_grad": o.clip,
         "use_distributed_optimizer": o.distributed, "overlap_param_gather": o.overlap, "calculate_per_token_loss": True,
     }  # fmt: skip
