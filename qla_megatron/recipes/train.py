@@ -1,6 +1,8 @@
 """One run on Megatron's own training loop: data, forward step, loss."""
 
 import contextlib
+import fcntl
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,11 +24,17 @@ def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
     recipe.yaml, log.jsonl (progress.py), megatron.rank*.log, checkpoints/, and tensorboard/ where it is asked for.
 
     Raises:
+        RecipeError: another run is under way in the folder, or there is too little data.
         RuntimeError: model-parallel groups exist already, which Megatron would take in place of the recipe's.
         SystemExit: Megatron left with an exit code other than 0; its log says why.
     """
     folder = build.run_folder(recipe, name)
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder) if rank == 0 else contextlib.nullcontext():
+        _train_in(folder, recipe, name, rank=rank, world=world)
+
+
+def _train_in(folder: Path, recipe: Recipe, name: str, *, rank: int, world: int) -> None:
     if rank == 0:
         (folder / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)), encoding="utf-8")
     upstream.quiet_imports()
@@ -144,6 +152,22 @@ def token_loss(
     total = (losses.reshape(-1).float() * mask).sum()
     count = mask.sum().to(torch.int)
     return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Any:
+    """Refuse a folder in which another run is under way: the two would overwrite each other's checkpoints."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
+        except BlockingIOError as error:
+            raise RecipeError(
+                f"another run is under way in {folder}. Wait, or take another checkpoint.folder."
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -189,6 +189,17 @@ def test_run_folder_of_another_model_is_refused(tmp_path: Path) -> None:
         checks.check_folder(recipe, tmp_path / "recipe.yaml")
 
 
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    from qla_megatron.recipes import train
+
+    recipe = overrides.apply(catalogue.find(DEMO), [f"checkpoint.folder={tmp_path}"])
+    with train._alone_in(tmp_path), pytest.raises(checks.RecipeError, match="another run is under way in"):
+        train.train(recipe, DEMO, rank=0, world=2)
+    assert not list(tmp_path.iterdir())
+    with train._alone_in(tmp_path):
+        pass
+
+
 def test_launch_serves_one_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,12 @@ def test_module_grad_norms_add_up_to_megatrons(whole_run: Path) -> None:
     assert {"decoder.layers.3.self_attention.linear_qkv", "decoder.layers.0.self_attention.in_proj"} <= set(norms)
 
 
+def test_too_little_data_is_refused_by_name(corpus: str, tmp_path: Path) -> None:
+    command = [*SHORT, corpus, "data.sequence_length=65536", f"checkpoint.folder={tmp_path}"]
+    with pytest.raises(RuntimeError, match=r"RecipeError: data.paths: the .* split of .* must fill one sequence"):
+        run_ranks(train_on_this_rank, 2, DENSE, command)
+
+
 def test_resumed_losses_equal_the_uninterrupted_ones(whole_run: Path, corpus: str, tmp_path: Path) -> None:
     start = [f"checkpoint.load={whole_run}/checkpoints", "checkpoint.load_step=3", "checkpoint.save=false"]
     run_ranks(train_on_this_rank, 2, DENSE, [*SHORT, corpus, *start, f"checkpoint.folder={tmp_path}"])
