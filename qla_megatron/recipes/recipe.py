@@ -72,7 +72,8 @@ class Model:
     """The output layer is the embedding, transposed."""
     norm_eps: float = 1e-6
     init_std: float = 0.02
-    """Standard deviation of the normal distribution that weights start from."""
+    """Standard deviation of the normal distribution that weights start from. The convolution's start uniform within
+    +-1/sqrt(gdn_conv_width), as Megatron's."""
 
 
 @dataclass(frozen=True)
