@@ -67,22 +67,24 @@ def test_imports_point_one_way(path: Path) -> None:
             assert begins_with(name, allowed(EXTERNAL, where)), f"{where} must not import {name}"
 
 
-OP_ORDER = ["reference", "tiles", "varlen", "split", "chunked", "autograd", "op"]
+OP = PACKAGE / "kernels" / "gated_delta_rule"
+OP_LEVELS = [
+    {"reference", "tiles"},
+    {"prepare_chunks", "state_output"},
+    {"fused_forward"},
+    {"chunked"},
+    {"autograd"},
+    {"op"},
+]
 
 
-@pytest.mark.parametrize("name", OP_ORDER)
-def test_op_files_point_down(name: str) -> None:
-    path = PACKAGE / "kernels" / "gated_delta_rule" / f"{name}.py"
-    if not path.exists():
-        path = PACKAGE / "kernels" / f"{name}.py"
-    if not path.exists():
-        return  # a file appears when something needs it
-    above = OP_ORDER[OP_ORDER.index(name) + 1 :]
-    for imported in imported_names(path):
-        for upper in above:
-            assert not begins_with(imported, {f"qla_megatron.kernels.gated_delta_rule.{upper}"}), (
-                f"{name} imports {upper}"
-            )
+def test_op_files_point_down() -> None:
+    level = {name: n for n, names in enumerate(OP_LEVELS) for name in names}
+    assert {path.stem for path in OP.glob("*.py")} == {*level, "__init__"}
+    for name, own in level.items():
+        for imported in imported_names(OP / f"{name}.py"):
+            other = imported.removeprefix("qla_megatron.kernels.gated_delta_rule.").split(".")[0]
+            assert level.get(other, -1) < own, f"{name} imports {other}"
 
 
 def test_import_touches_no_gpu_and_no_megatron() -> None:

@@ -24,7 +24,7 @@ from layer_cases import (
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
-from qla_megatron.testing.distributed import run_ranks
+from qla_megatron.testing.distributed import launch_torchrun, run_ranks
 
 TOLERANCE = 1e-5  # float32
 TOKENS, BATCH = 80, 2  # a whole chunk of 64 and a rest; a multiple of 8 ranks for sequence parallelism
@@ -70,6 +70,12 @@ def check_split_equals_whole(
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_split_equals_whole(ranks: int) -> None:
     run_ranks(_check_with_and_without_sequence_parallel, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_split_equals_whole_under_torchrun(ranks: int) -> None:
+    launch_torchrun(_check_with_and_without_sequence_parallel, ranks)
 
 
 def _check_with_and_without_sequence_parallel() -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..checks import check_offset_values
 from ..varlen import CHUNK, document_offsets, lay_out_chunks, slot_count
 from . import reference
 
@@ -41,6 +42,8 @@ def forward(
     if backend == "tilelang":
         from .fused_forward import fused_forward  # TileLang takes seconds to import, which a CPU run should not spend
 
+        if cu_seqlens_cpu is not None:
+            check_offset_values(cu_seqlens_cpu.tolist(), v.shape[1])
         o, state = fused_forward(q, k, v, g, beta, scale, initial_state, output_final_state=True, cu_seqlens=cu_seqlens)
         assert state is not None
         return o, state, *saved_like(k, v, cu_seqlens, backend)

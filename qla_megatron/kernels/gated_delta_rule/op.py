@@ -76,7 +76,8 @@ def chunk_gated_delta_rule(
         state_v_first: the states, in and out, are [N, HV, V, K].
         cu_seqlens: [N+1] int32 or int64, on q's device: offsets of documents packed into one row (B = 1). They start at
             0 and don't decrease; a document may be empty; the last may be less than T.
-        cu_seqlens_cpu: a copy of cu_seqlens on the host; saves the reference a read of the device.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host. Saves the reference a read of the device; the kernels never
+            read one, so that only with this copy are the offsets' values checked.
         chunk_indices: accepted for compatibility and not needed.
         cp_context: not supported: context parallelism exchanges heads in the layer.
         use_gate_in_kernel: `g` holds raw values, -exp(A_log) softplus(g + dt_bias) in float32 is used.
