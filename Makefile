@@ -9,7 +9,7 @@ help:  ## show the targets
 env:  ## make .venv with the pinned versions (seconds when it is there already)
 	@tools/make_venv.sh
 
-demo: env  ## train a small Qwen3.5-shaped model on real text: 2 processes, about 6 minutes
+demo: env  ## train a small Qwen3.5-shaped model on real text: 2 processes, about 5 minutes
 	$(PY) -m qla_megatron.recipes.demo
 
 test: lint  ## lint and every test that needs no GPU
