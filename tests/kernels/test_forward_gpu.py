@@ -15,12 +15,6 @@ TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 9e-4}
 SCALE = 128**-0.5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _needs_hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a CUDA device of compute capability 9.0")
-
-
 def make(layout, gate="logsigmoid", *, heads=(2, 4), batch=1, dtype=torch.bfloat16, seed=0) -> RuleInputs:
     return make_rule_inputs(
         layout,
