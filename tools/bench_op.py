@@ -130,7 +130,7 @@ def ours() -> Forward:
     from qla_megatron.kernels.gated_delta_rule.fused_forward import fused_forward
 
     def run(x: Inputs) -> tuple[Tensor, Tensor]:
-        o, state = fused_forward(x.q, x.k, x.v, x.g, x.beta, SCALE, x.h0, True, x.cu)
+        o, state, _ = fused_forward(x.q, x.k, x.v, x.g, x.beta, SCALE, x.h0, True, x.cu)
         assert state is not None
         return o, state
 

@@ -1,5 +1,8 @@
 """The fused forward against the float64 reference, on a GPU: gates, layouts, groups, tails, repetition."""
 
+import math
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -31,10 +34,14 @@ def make(layout, gate="logsigmoid", *, heads=(2, 4), batch=1, dtype=torch.bfloat
 
 
 def fused(x: RuleInputs, block_v=None, initial_state=True, output_final_state=True):
+    return fused_and_saved(x, block_v, initial_state, output_final_state, save=False)[:2]
+
+
+def fused_and_saved(x: RuleInputs, block_v=None, initial_state=True, output_final_state=True, save=True):
     from qla_megatron.kernels.gated_delta_rule.fused_forward import fused_forward
 
     state = x.initial_state if initial_state else None
-    return fused_forward(x.q, x.k, x.v, x.g, x.beta, SCALE, state, output_final_state, x.cu_seqlens, block_v)
+    return fused_forward(x.q, x.k, x.v, x.g, x.beta, SCALE, state, output_final_state, x.cu_seqlens, block_v, save)
 
 
 def reference(x: RuleInputs, initial_state=True):
@@ -74,6 +81,37 @@ def test_groups(heads):
 def test_long_document(dtype):
     # Longer than the stages of the pipeline many times over; no initial state.
     check(make(((0, 4000, 4096), 4096), heads=(1, 2), dtype=dtype), initial_state=False)
+
+
+@pytest.mark.parametrize("block_v", [64, 128])
+def test_what_is_saved(block_v):
+    # Documents of 2, 17 and 34 chunks: none, one and two kept states beyond the initial one; strengths of exactly 0.
+    x = make(((0, 65, 65, 1145, 3300), 3300), heads=(1, 3))
+    x.beta[:, ::7] = 0
+    o, state, (a, gates, checkpoints) = fused_and_saved(x, block_v)
+    want_o, want_state = fused(x, block_v)
+    assert torch.equal(o, want_o)
+    assert torch.equal(state, want_state)
+    offsets = x.cu_seqlens.tolist()
+    for n, (start, end) in enumerate(pairwise(offsets)):
+        slot0 = start // 64 + n
+        for i, first in enumerate(range(start, end, 64)):
+            part = slice(first, min(first + 64, end))
+            length = part.stop - part.start
+            k = x.k[0, part].double().repeat_interleave(3, 1).transpose(0, 1)
+            beta, sums = (t.T for t in (x.beta[0, part].double(), x.g[0, part].double().cumsum(0)))
+            L = ((k @ k.mT) * (sums[:, :, None] - sums[:, None]).tril().exp()).tril(-1) * beta[:, None]
+            inverse = torch.linalg.inv(torch.eye(length, device="cuda", dtype=torch.float64) + L)
+            assert_close("a", a[slot0 + i, :, :length, :length], inverse, TOLERANCES[torch.bfloat16])
+            assert_close("sums", gates[slot0 + i, :, 0, :length], sums / math.log(2), 1e-6)
+            assert torch.equal(gates[slot0 + i, :, 1, :length], x.beta[0, part].T)
+            assert bool((gates[slot0 + i, :, 1, length:] == 0).all())
+            if i % 16 == 0:
+                kept = checkpoints[slot0 // 16 + n + i // 16].mT
+                tensors = (t[:, start:first] for t in (x.q, x.k, x.v, x.g, x.beta))
+                before = RuleInputs(*tensors, x.initial_state[n : n + 1], cu_seqlens=None)
+                want = reference(before)[1] if i else before.initial_state
+                assert_close("checkpoint", kept, want[0], TOLERANCES[torch.bfloat16] if i else 0)
 
 
 def test_keys_that_are_not_normalised():

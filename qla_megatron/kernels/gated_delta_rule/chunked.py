@@ -44,7 +44,7 @@ def forward(
 
         if cu_seqlens_cpu is not None:
             check_offset_values(cu_seqlens_cpu.tolist(), v.shape[1])
-        o, state = fused_forward(q, k, v, g, beta, scale, initial_state, output_final_state=True, cu_seqlens=cu_seqlens)
+        o, state, _ = fused_forward(q, k, v, g, beta, scale, initial_state, True, cu_seqlens)
         assert state is not None
         return o, state, *saved_like(k, v, cu_seqlens, backend)
     layout = lay_out_chunks(document_offsets(v.shape[0], v.shape[1], cu_seqlens, cu_seqlens_cpu), v.device)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .prepare_chunks import prepare_chunks
-from .state_output import compute_state_output
-from .tiles import DTYPES, HEAD_DIM
+from .state_output import checkpoint_count, compute_state_output
+from .tiles import CHUNK, DTYPES, HEAD_DIM
 
 
 @lru_cache(maxsize=64)
@@ -26,7 +26,8 @@ def fused_forward(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     block_v: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    save: bool = False,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor] | None]:
     """Gated delta rule (arXiv 2412.06464) on Hopper, without host reads: one document a row, or packed by cu_seqlens.
 
     Args:
@@ -36,9 +37,11 @@ def fused_forward(
         initial_state: [N, HV, 128, 128]; None is 0.
         cu_seqlens: [N+1] int32 or int64 offsets of packed documents (B = 1).
         block_v: 64 or 128 values of a head in one block of the serial pass; chosen from the shape if None.
+        save: return what the backward pass wants.
 
     Returns:
-        o [B, T, HV, 128] in v's dtype, 0 past the last document; the final states [N, HV, 128, 128] float32 or None.
+        o [B, T, HV, 128] in v's dtype, 0 past the last document; the final states [N, HV, 128, 128] float32 or None;
+        None or (A, gates, checkpoints): see `prepare_chunks_kernel` and `checkpoint_count`.
 
     Raises:
         NotImplementedError: another head dimension, dtype or device.
@@ -56,7 +59,15 @@ def fused_forward(
         documents = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = v.new_zeros(documents, value_heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
         state = state if initial_state is None else initial_state.float().clone()
-        return torch.empty_like(v), state if output_final_state else None
+        saved = None
+        if save:
+            marks = checkpoint_count(documents, documents)
+            saved = (
+                v.new_empty(documents, value_heads, CHUNK, CHUNK),
+                v.new_empty(documents, value_heads, 2, CHUNK, dtype=torch.float32),
+                v.new_empty(marks, value_heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32),
+            )
+        return torch.empty_like(v), state if output_final_state else None, saved
     if cu_seqlens is None:
         cu_seqlens = _row_offsets(batch, tokens, v.device)
     else:
@@ -65,8 +76,9 @@ def fused_forward(
     g, beta = g.float(), beta.float()
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
-    a, sums = prepare_chunks(k, g, beta, cu_seqlens)
-    o, final_state = compute_state_output(
-        q, k, v, a, sums, initial_state, cu_seqlens, scale, output_final_state, block_v
+    a, gates = prepare_chunks(k, g, beta, cu_seqlens)
+    o, final_state, checkpoints = compute_state_output(
+        q, k, v, a, gates, initial_state, cu_seqlens, scale, output_final_state, block_v, save
     )
-    return o.view(batch, tokens, value_heads, V), final_state
+    saved = None if checkpoints is None else (a, gates, checkpoints)
+    return o.view(batch, tokens, value_heads, V), final_state, saved

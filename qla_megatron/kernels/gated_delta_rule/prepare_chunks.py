@@ -1,10 +1,12 @@
 """Chunk preparation: the summed log gates and the matrix A of every chunk and value head.
 
     G[s, t] = exp(sum_{t < r <= s} g_r)                   s >= t
-    A = (I + tril(diag(beta) (K K^T * G), -1))^-1 diag(beta)
+    A = (I + tril(K K^T * G, -1) diag(beta))^-1
 
-A takes W = V - diag(exp(g)) K S to the corrected values A W (gated delta rule, arXiv 2412.06464, in the chunked form of
-arXiv 2406.06484). The gate goes in before the inverse, so that decay bounds it even where keys are not normalised.
+diag(beta) A takes W = V - diag(exp(g)) K S to the corrected values (gated delta rule, arXiv 2412.06464, in the chunked
+form of arXiv 2406.06484). The strengths stay outside: what multiplies A W has them, and the backward pass needs A W
+itself, even where beta = 0. The gate goes in before the inverse, so that decay bounds it even where keys are not
+normalised.
 """
 
 from typing import Any
@@ -24,9 +26,9 @@ def prepare_chunks_kernel(dtype: str) -> Any:
     """Build the kernel for 16-bit keys.
 
     Arguments of the kernel: k [T, H, K], g and beta [T, HV] float32, cu_seqlens [N + 1] int32; out: a [slots, HV, C, C]
-    and sums [slots, HV, C] float32, the gates summed over the chunk in units of log 2; group = HV / H. Chunk i of
-    document n lies in slot cu_seqlens[n] // C + n + i: no two share one, and no prefix sum over documents is needed.
-    Other slots are left as they are.
+    and gates [slots, HV, 2, C] float32: the log gates summed over the chunk in units of log 2 (past the document's end
+    they stay as they are), and beta (0 there); group = HV / H. Chunk i of document n lies in slot cu_seqlens[n] // C +
+    n + i: no two share one, and no prefix sum over documents is needed. Other slots are left as they are.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
@@ -39,16 +41,15 @@ def prepare_chunks_kernel(dtype: str) -> Any:
         beta: T.Tensor((tokens, value_heads), "float32"),
         cu_seqlens: T.Tensor((offsets,), "int32"),
         a: T.Tensor((slots, value_heads, CHUNK, CHUNK), dtype),
-        sums: T.Tensor((slots, value_heads, CHUNK), "float32"),
+        gates: T.Tensor((slots, value_heads, 2, CHUNK), "float32"),
         group: T.int32,
     ):
         with T.Kernel(slots * T.ceildiv(value_heads, HEADS), threads=32 * HEADS) as block:
             T.import_source(TRIANGULAR_INVERSE)
             keys = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
             triangles = T.alloc_shared((HEADS - 1, TRIANGLE), "float32")
-            gates = T.alloc_shared((HEADS, CHUNK), "float32")
+            pairs = T.alloc_shared((HEADS, 2 * CHUNK), "float32")
             own = T.alloc_local((4,), "float32")
-            strengths = T.alloc_local((2 * HEADS,), "float32")
             products = T.alloc_fragment((CHUNK, CHUNK), "float32")
             loaded = T.alloc_barrier(128)
             T.annotate_min_blocks_per_sm(4)
@@ -91,15 +92,6 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                         T.cast(value_heads, "int64"),
                         valid,
                     )
-                T.call_extern(
-                    "handle",
-                    "qla::load_strengths",
-                    strengths.data,
-                    T.address_of(beta[start, head0]),
-                    T.cast(value_heads, "int64"),
-                    valid,
-                    value_heads - head0,
-                )
                 T.barrier_wait(loaded, 0)
                 T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
                 if head < value_heads:
@@ -107,8 +99,8 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                         "handle",
                         "qla::sum_gates",
                         own.data,
-                        T.address_of(gates[warp, 0]),
-                        T.address_of(sums[slot, head, 0]),
+                        T.address_of(pairs[warp, 0]),
+                        T.address_of(gates[slot, head, 0, 0]),
                     )
                 T.sync_threads()
                 for n in T.serial(key_count):
@@ -116,14 +108,13 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                     if n + 1 < key_count:
                         T.tma_copy(k[start : start + CHUNK, key - 1, 0:HEAD_DIM], keys, barrier=loaded)
                         T.barrier_arrive(loaded)
-                    for m in T.unroll(HEADS):  # strengths lie in registers
+                    for m in T.unroll(HEADS):
                         if (head0 + HEADS - 1 - m < value_heads) & (T.truncdiv(head0 + HEADS - 1 - m, group) == key):
                             T.call_extern(
                                 "handle",
                                 "qla::gate_products",
                                 products.data,
-                                T.address_of(gates[HEADS - 1 - m, 0]),
-                                strengths.data,
+                                T.address_of(pairs[HEADS - 1 - m, 0]),
                                 valid,
                                 T.address_of(keys[0, 0]),
                                 T.address_of(triangles[0, 0]),
@@ -142,18 +133,17 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                         T.address_of(keys[0, 0]),
                         T.address_of(triangles[0, 0]),
                         warp,
-                        own.data,
                     )
 
     return prepare_chunks
 
 
 def prepare_chunks(k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """A [slots, HV, 64, 64] in k's dtype, the summed gates [slots, HV, 64] float32; see `prepare_chunks_kernel`."""
+    """A [slots, HV, 64, 64] in k's dtype and the gates [slots, HV, 2, 64] float32; see `prepare_chunks_kernel`."""
     tokens, value_heads = g.shape
     slots = tokens // CHUNK + cu_seqlens.shape[0] - 1
     a = torch.empty(slots, value_heads, CHUNK, CHUNK, dtype=k.dtype, device=k.device)
-    sums = torch.empty(slots, value_heads, CHUNK, dtype=torch.float32, device=k.device)
+    gates = torch.empty(slots, value_heads, 2, CHUNK, dtype=torch.float32, device=k.device)
     kernel = compiled(architecture(k.get_device()), prepare_chunks_kernel, DTYPES[k.dtype])
-    kernel(k, g, beta, cu_seqlens, a, sums, value_heads // k.shape[1])
-    return a, sums
+    kernel(k, g, beta, cu_seqlens, a, gates, value_heads // k.shape[1])
+    return a, gates

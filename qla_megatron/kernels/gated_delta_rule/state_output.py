@@ -2,12 +2,12 @@
 
 Per chunk, with the state S [K, V], A and G of `prepare_chunks`, and g_s, g_C the summed gates at s and at its end:
 
-    W  = V - diag(exp(g)) K S           D = A W
-    O  = scale diag(exp(g)) Q S + P D   P = scale Q K^T * G
-    S <- exp(g_C) S + K^T diag(exp(g_C - g)) D
+    W  = V - diag(exp(g)) K S           X = A W
+    O  = scale diag(exp(g)) Q S + P X   P = scale (Q K^T * G) diag(beta)
+    S <- exp(g_C) S + K^T diag(beta exp(g_C - g)) X
 
 Everything is kept transposed: S^T [V, K] stays in the registers of the state warpgroups, 64 rows each, and is the
-register operand of every product, as are W^T and D^T; shared memory holds only Q, K, V, A, P, and O on its way out.
+register operand of every product, as are W^T and X^T; shared memory holds only Q, K, V, A, P, and O on its way out.
 
 Warpgroups: one or two of state; one of scores, which runs ahead (P, zeroed tails of K and V); one of copies: warp 0
 loads, warps 1 and 2 store O, warp 3 takes the exponentials, ahead too, and in the end clears the rows of no document.
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..compiled import compiled
 from ..device import architecture, multiprocessors
-from .tiles import CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TILE_MOVES
+from .tiles import CHECKPOINT, CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TILE_MOVES
 
 STAGES = 3
 REGISTERS = {64: (232, 120, 40), 128: (208, 72, 24)}  # of a thread of the state, score and copy warpgroups, by block_v
@@ -44,13 +44,14 @@ REGISTERS = {64: (232, 120, 40), 128: (208, 72, 24)}  # of a thread of the state
 def state_output_kernel(dtype: str, block_v: int) -> Any:
     """Build the kernel for 16-bit inputs; a block has `block_v` (64 or 128) rows of S^T of one document and value head.
 
-    Arguments of the kernel: q, k [T, H, K], v [T, HV, V], a and sums as `prepare_chunks` leaves them, initial_state
+    Arguments of the kernel: q, k [T, H, K], v [T, HV, V], a and gates as `prepare_chunks` leaves them, initial_state
     [*, HV, K, V] float32 (read if has_initial_state), cu_seqlens [N + 1] int32; out: o [T, HV, V], final_state
-    [*, HV, K, V] float32 (written if has_final_state); scale; group = HV / H.
+    [*, HV, K, V] float32 (written if has_final_state), checkpoints [*, HV, V, K] float32 (written if has_checkpoints;
+    `checkpoint_count` says where); scale; group = HV / H.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
-    initial, final = T.dynamic("initial"), T.dynamic("final")
+    initial, final, marks = T.dynamic("initial"), T.dynamic("final"), T.dynamic("marks")
     warpgroups = block_v // 64
     state_threads = 128 * warpgroups
     splits = HEAD_DIM // block_v
@@ -85,15 +86,17 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
         k: T.Tensor((tokens, key_heads, HEAD_DIM), dtype),
         v: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         a: T.Tensor((slots, value_heads, CHUNK, CHUNK), dtype),
-        sums: T.Tensor((slots, value_heads, CHUNK), "float32"),
+        gates: T.Tensor((slots, value_heads, 2 * CHUNK), "float32"),
         initial_state: T.Tensor((initial, value_heads, HEAD_DIM, HEAD_DIM), "float32"),
         cu_seqlens: T.Tensor((offsets,), "int32"),
         o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         final_state: T.Tensor((final, value_heads, HEAD_DIM, HEAD_DIM), "float32"),
+        checkpoints: T.Tensor((marks, value_heads, HEAD_DIM, HEAD_DIM), "float32"),
         scale: T.float32,
         group: T.int32,
         has_initial_state: T.int32,
         has_final_state: T.int32,
+        has_checkpoints: T.int32,
     ):
         with T.Kernel((offsets - 1) * value_heads * splits, threads=state_threads + 256) as block:
             T.import_source(TILE_MOVES)
@@ -101,10 +104,10 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
             k_tile = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
             v_tile = T.alloc_shared((STAGES, CHUNK, block_v), dtype)
             a_tile = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-            g_tile = T.alloc_shared((STAGES, CHUNK), "float32")
+            g_tile = T.alloc_shared((STAGES, 2 * CHUNK), "float32")
             p_tile = T.alloc_shared((2, CHUNK, CHUNK), dtype)
             o_tile = T.alloc_shared((warpgroups, CHUNK, 64), dtype)
-            # exp(g), scale exp(g), exp(g_C - g)
+            # exp(g), scale exp(g), beta exp(g_C - g)
             decay = T.alloc_shared((2, CHUNK), "float32", scope="shared")
             scaled_decay = T.alloc_shared((2, CHUNK), "float32", scope="shared")
             rest = T.alloc_shared((2, CHUNK), "float32", scope="shared")
@@ -171,6 +174,10 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(w)
                 for i in T.serial(chunks):
+                    if (has_checkpoints != 0) & (i % CHECKPOINT == 0):
+                        mark = T.truncdiv(slot0, CHECKPOINT) + document + T.truncdiv(i, CHECKPOINT)
+                        for x, y in T.Parallel(block_v, HEAD_DIM):
+                            checkpoints[mark, head, v0 + x, y] = state[x, y]
                     T.wgmma_gemm(
                         state16,
                         q_tile[i % STAGES, :, :],
@@ -279,7 +286,9 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         T.tma_copy(
                             q[left : left + CHUNK, key, 0:HEAD_DIM], q_tile[i % STAGES, :, :], barrier=full[i % STAGES]
                         )
-                        T.tma_copy(sums[slot0 + i, head, 0:CHUNK], g_tile[i % STAGES, :], barrier=full[i % STAGES])
+                        T.tma_copy(
+                            gates[slot0 + i, head, 0 : 2 * CHUNK], g_tile[i % STAGES, :], barrier=full[i % STAGES]
+                        )
                         T.tma_copy(
                             v[left : left + CHUNK, head, v0 : v0 + block_v],
                             v_tile[i % STAGES, :, :],
@@ -301,7 +310,9 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         for x in T.Parallel(CHUNK):
                             decay[i % 2, x] = T.exp2(g_tile[i % STAGES, x])
                             scaled_decay[i % 2, x] = scale * T.exp2(g_tile[i % STAGES, x])
-                            rest[i % 2, x] = T.exp2(g_tile[i % STAGES, CHUNK - 1] - g_tile[i % STAGES, x])
+                            rest[i % 2, x] = g_tile[i % STAGES, CHUNK + x] * T.exp2(
+                                g_tile[i % STAGES, CHUNK - 1] - g_tile[i % STAGES, x]
+                            )
                         T.barrier_arrive(scored[i % 2])
                         T.barrier_arrive(empty[i % STAGES])
                     # Rows past the last document, a row a block.
@@ -316,23 +327,40 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
     return state_output
 
 
+def checkpoint_count(slots: int, documents: int) -> int:
+    """Room for the states at the starts of chunks 0, 16, 32, ... of every document.
+
+    That of chunk 16 j of document n lies at slot0 // 16 + n + j, with slot0 = cu_seqlens[n] // 64 + n its first slot:
+    unique, and known without a prefix sum over documents.
+    """
+    return slots // CHECKPOINT + documents
+
+
 def compute_state_output(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     a: Tensor,
-    sums: Tensor,
+    gates: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor,
     scale: float,
     output_final_state: bool,
     block_v: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """o [T, HV, V] and the final states [N, HV, K, V] float32 or None; see `state_output_kernel` for the arguments."""
+    output_checkpoints: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """o [T, HV, V], the final states [N, HV, K, V] and the checkpoints [*, HV, V, K], both float32 or None.
+
+    See `state_output_kernel` for the arguments.
+    """
     index, value_heads, documents = v.get_device(), v.shape[1], cu_seqlens.shape[0] - 1
     o = torch.empty_like(v)
-    room = (documents if output_final_state else 1, value_heads, HEAD_DIM, HEAD_DIM)
-    final_state = torch.empty(room, dtype=torch.float32, device=v.device)
+    state = (value_heads, HEAD_DIM, HEAD_DIM)
+    marks = checkpoint_count(a.shape[0], documents) if output_checkpoints else 1
+    final_state, checkpoints = (
+        torch.empty(count, *state, dtype=torch.float32, device=v.device)
+        for count in (documents if output_final_state else 1, marks)
+    )
     if block_v is None:
         # Half tiles shorten the chain of a document; worth it while whole ones would leave multiprocessors idle.
         block_v = 128 if 2 * documents * value_heads > multiprocessors(index) else 64
@@ -342,14 +370,16 @@ def compute_state_output(
         k,
         v,
         a,
-        sums,
+        gates.flatten(2),
         final_state if initial_state is None else initial_state,
         cu_seqlens,
         o,
         final_state,
+        checkpoints,
         scale,
         value_heads // k.shape[1],
         int(initial_state is not None),
         int(output_final_state),
+        int(output_checkpoints),
     )
-    return o, final_state if output_final_state else None
+    return o, final_state if output_final_state else None, checkpoints if output_checkpoints else None

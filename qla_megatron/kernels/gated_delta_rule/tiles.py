@@ -10,6 +10,7 @@ import torch
 from ..varlen import CHUNK as CHUNK
 
 HEAD_DIM = 128  # K = V
+CHECKPOINT = 16  # chunks between two kept states
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 # The triangular inverse works on blocks of 16 x 16.
@@ -84,8 +85,8 @@ __device__ __forceinline__ void store_rows(void *out, const void *tile, int firs
   }
 }
 
-// tile <- scale 2^(sums_s - sums_t) (q_s . k_t) on and below the diagonal, 0 above it, rounded and swizzled, by a
-// warpgroup; `products` is its 64 x 64 accumulator of Q K^T.
+// tile <- scale 2^(sums_s - sums_t) (q_s . k_t) beta_t on and below the diagonal, 0 above it, rounded and swizzled, by
+// a warpgroup; `products` is its 64 x 64 accumulator of Q K^T, `sums` are followed by the strengths beta.
 template <typename Pair>
 __device__ __forceinline__ void gate_scores(void *tile, const void *accumulator, const float *sums, float scale) {
   const float *products = reinterpret_cast<const float *>(accumulator);
@@ -102,10 +103,11 @@ __device__ __forceinline__ void gate_scores(void *tile, const void *accumulator,
       for (int j = 0; j < 2; ++j) {
         const int column = 16 * pair + 8 * j + 2 * t;
         const float2 other = *reinterpret_cast<const float2 *>(sums + column);
+        const float2 beta = *reinterpret_cast<const float2 *>(sums + 64 + column);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float a = scale * products[8 * pair + 4 * j + 2 * h] * exp2f(sum[h] - other.x);
-          float b = scale * products[8 * pair + 4 * j + 2 * h + 1] * exp2f(sum[h] - other.y);
+          float a = products[8 * pair + 4 * j + 2 * h] * (scale * beta.x * exp2f(sum[h] - other.x));
+          float b = products[8 * pair + 4 * j + 2 * h + 1] * (scale * beta.y * exp2f(sum[h] - other.y));
           if (pair == warp) {
             a = column <= row + 8 * h ? a : 0.f;
             b = column + 1 <= row + 8 * h ? b : 0.f;
@@ -151,21 +153,9 @@ __device__ __forceinline__ void load_gates(float *loaded, const float *gates, co
   loaded[3] = lane + 32 < valid ? betas[(lane + 32) * stride] : 0.f;
 }
 
-// The strengths of the two rows that a thread holds of a 64 x 64 accumulator, for four heads (or the `heads` that
-// there are).
-__device__ __forceinline__ void load_strengths(float *loaded, const float *betas, int64_t stride, int valid,
-                                               int heads) {
-  const int row = 16 * ((threadIdx.x >> 5) & 3) + ((threadIdx.x & 31) >> 2);
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const int r = row + 8 * (n & 1);
-    loaded[n] = n / 2 < heads && r < valid ? betas[r * stride + n / 2] : 0.f;
-  }
-}
-
-// The inclusive sum of the gates over the chunk, times log2(e), to sums[64] in shared memory and out[64] in global
-// memory.
-__device__ __forceinline__ void sum_gates(const float *loaded, float *sums, float *out) {
+// The inclusive sum of the gates over the chunk, times log2(e), and the strengths: to out[2][64] in global memory, and
+// in pairs of columns (two sums, two strengths) to shared memory.
+__device__ __forceinline__ void sum_gates(const float *loaded, float *pairs, float *out) {
   const int lane = threadIdx.x & 31;
   float low = loaded[0], high = loaded[1];
 #pragma unroll
@@ -177,27 +167,33 @@ __device__ __forceinline__ void sum_gates(const float *loaded, float *sums, floa
   high += __shfl_sync(0xffffffffu, low, 31);
   low *= 1.4426950408889634f;
   high *= 1.4426950408889634f;
-  sums[lane] = low;
-  sums[lane + 32] = high;
+  float *place = pairs + 4 * (lane >> 1) + (lane & 1);
+  place[0] = low;
+  place[2] = loaded[2];
+  place[64] = high;
+  place[66] = loaded[3];
   out[lane] = low;
   out[lane + 32] = high;
+  out[lane + 64] = loaded[2];
+  out[lane + 96] = loaded[3];
 }
 
-// L[s][t] = beta_s (k_s . k_t) 2^(sums_s - sums_t) below the diagonal, 0 on it, above it and in rows past `valid`.
+// L[s][t] = (k_s . k_t) 2^(sums_s - sums_t) beta_t below the diagonal, 0 on it, above it and in rows past `valid`.
 // `products` is a warpgroup's 64 x 64 accumulator of K K^T; off the diagonal blocks of a whole chunk nothing needs a
 // mask.
 template <bool kMasked>
-__device__ __forceinline__ void gate_block(const float *products, float2 sum, float2 beta, const float *sums, int row,
-                                           int column, int valid, float *place) {
+__device__ __forceinline__ void gate_block(const float *products, float2 sum, const float *pairs, int row, int column,
+                                           int valid, float *place) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const float2 other = *reinterpret_cast<const float2 *>(sums + column + 8 * j);
+    const float4 other = *reinterpret_cast<const float4 *>(pairs + 2 * (column + 8 * j));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = row + 8 * h, c = column + 8 * j;
       const float *product = products + 4 * j + 2 * h;
-      const float s = h ? sum.y : sum.x, b = h ? beta.y : beta.x;
-      float2 value = make_float2(b * product[0] * exp2f(s - other.x), b * product[1] * exp2f(s - other.y));
+      const float s = h ? sum.y : sum.x;
+      float2 value = make_float2(product[0] * (other.z * exp2f(s - other.x)),
+                                 product[1] * (other.w * exp2f(s - other.y)));
       if (kMasked) {
         if (c >= r || r >= valid) value.x = 0.f;
         if (c + 1 >= r || r >= valid) value.y = 0.f;
@@ -207,21 +203,21 @@ __device__ __forceinline__ void gate_block(const float *products, float2 sum, fl
   }
 }
 
-__device__ __forceinline__ void gate_products(const void *accumulator, const float *sums, const float *strengths,
-                                              int valid, void *keys, void *others, int head) {
+__device__ __forceinline__ void gate_products(const void *accumulator, const float *pairs, int valid, void *keys,
+                                              void *others, int head) {
   float *x = triangle_of(keys, others, head);
   const float *products = reinterpret_cast<const float *>(accumulator);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, g = lane >> 2, t = lane & 3;
   const int row = 16 * warp + g;
-  const float2 sum = make_float2(sums[row], sums[row + 8]);
-  const float2 beta = make_float2(strengths[2 * head], strengths[2 * head + 1]);
+  const float *own = pairs + 4 * (row >> 1) + (row & 1);
+  const float2 sum = make_float2(own[0], own[16]);
   float *place = block_at(x, warp, 0) + g * QLA_ROW + 2 * t;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if (j < warp && valid == 64) {
-      gate_block<false>(products + 8 * j, sum, beta, sums, row, 16 * j + 2 * t, valid, place + j * QLA_BLOCK);
+      gate_block<false>(products + 8 * j, sum, pairs, row, 16 * j + 2 * t, valid, place + j * QLA_BLOCK);
     } else if (j <= warp) {
-      gate_block<true>(products + 8 * j, sum, beta, sums, row, 16 * j + 2 * t, valid, place + j * QLA_BLOCK);
+      gate_block<true>(products + 8 * j, sum, pairs, row, 16 * j + 2 * t, valid, place + j * QLA_BLOCK);
     }
   }
 }
@@ -333,19 +329,12 @@ __device__ __forceinline__ void invert_triangle(float *x) {
   __syncwarp();
 }
 
-// out[64][64] <- (I + L)^-1 diag(beta), rounded, zeros above the diagonal; by one warp, 16 bytes a lane
+// out[64][64] <- (I + L)^-1, rounded, zeros above the diagonal; by one warp, 16 bytes a lane
 template <typename Pair>
-__device__ __forceinline__ void write_inverse(void *out, void *keys, void *others, int head, const float *loaded) {
+__device__ __forceinline__ void write_inverse(void *out, void *keys, void *others, int head) {
   float *x = triangle_of(keys, others, head);
   invert_triangle(x);
   const int lane = threadIdx.x & 31, piece = lane & 7;
-  float beta[8];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    const float low = __shfl_sync(0xffffffffu, loaded[2], 8 * (piece & 3) + e);
-    const float high = __shfl_sync(0xffffffffu, loaded[3], 8 * (piece & 3) + e);
-    beta[e] = piece < 4 ? low : high;
-  }
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const int row = 4 * i + (lane >> 3);
@@ -353,10 +342,10 @@ __device__ __forceinline__ void write_inverse(void *out, void *keys, void *other
     const float *p = block_at(x, i / 4, below ? piece / 2 : 0) + (row & 15) * QLA_ROW + 8 * (piece & 1);
     const float4 a = *reinterpret_cast<const float4 *>(p), b = *reinterpret_cast<const float4 *>(p + 4);
     uint4 word;
-    word.x = below ? round_pair<Pair>(a.x * beta[0], a.y * beta[1]) : 0;
-    word.y = below ? round_pair<Pair>(a.z * beta[2], a.w * beta[3]) : 0;
-    word.z = below ? round_pair<Pair>(b.x * beta[4], b.y * beta[5]) : 0;
-    word.w = below ? round_pair<Pair>(b.z * beta[6], b.w * beta[7]) : 0;
+    word.x = below ? round_pair<Pair>(a.x, a.y) : 0;
+    word.y = below ? round_pair<Pair>(a.z, a.w) : 0;
+    word.z = below ? round_pair<Pair>(b.x, b.y) : 0;
+    word.w = below ? round_pair<Pair>(b.z, b.w) : 0;
     reinterpret_cast<uint4 *>(out)[row * 8 + piece] = word;
   }
 }
