@@ -1,29 +1,28 @@
 """Qwen3.5 and Qwen3.6 weights: Hugging Face tensors <-> Megatron tensors, as functions of dicts.
 
-    hf_to_megatron(hf, layout)             the whole model under Megatron's names, as one tensor-parallel rank holds it
-    split_over_tensor_parallel(state, ...) the same for each of several ranks
-    merge_tensor_parallel(shards, ...)     back to one
-    megatron_to_hf(state, layout)          back to Hugging Face's names
+    hf_to_megatron(hf, layout)     the whole model under Megatron's names, as one tensor-parallel rank holds it
+    megatron_to_hf(state, layout)  back to Hugging Face's names
+    rules(layout)                  the same one step at a time, for models that do not fit into memory
 
 Where the two differ (transformers 5.24, models/qwen3_5 and qwen3_5_moe; megatron-core 0.19, ssm/gated_delta_net and
 transformer/attention.py): Megatron fuses in_proj of a Gated DeltaNet layer as [query | key | value | z | beta | alpha],
 and query, key and value of attention as [queries | gates | key | value] of one group after another, where Hugging Face
 has a gate after each query head; gate and up projections are one tensor; experts are one tensor each, not one for
 all; and GDN's output norm stores its weight minus one, as all of Megatron's norms do with
-`layernorm_zero_centered_gamma`. That subtraction is in float32: exact for weights from 0.5 to 2, and to 6e-8
-elsewhere.
+`layernorm_zero_centered_gamma`. That subtraction is in float32: exact for weights from 0.5 up and for bfloat16
+weights from 2^-16 up; other float32 weights come back to within 6e-8 (`Rule.rounds` marks it).
 
-Pipeline and expert parallelism need none: load into a model without, save as `torch_dist`, and Megatron reshards.
+Shards of tensor-parallel ranks are in hf_shards.py. Pipeline and expert parallelism need none: load into a model
+without, save as `torch_dist`, and Megatron reshards.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from qla_megatron.layers.projections import HeadSizes, join_from_ranks, split_over_ranks
+from qla_megatron.layers.projections import HeadSizes
 
 Tensors = dict[str, torch.Tensor]
 Convert = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -121,66 +120,36 @@ def megatron_to_hf(state: Mapping[str, torch.Tensor], layout: Layout) -> Tensors
     Raises:
         ValueError: a tensor is missing, or there is one that `layout` does not explain, or a shape does not fit.
     """
-    return _convert(_without_extra_state(state), rules(layout), to_megatron=False)
-
-
-def split_over_tensor_parallel(
-    state: Mapping[str, torch.Tensor], layout: Layout, ranks: int, *, splits_experts: bool = False
-) -> list[Tensors]:
-    """The tensors of each of `ranks` tensor-parallel ranks from those of a single one.
-
-    `splits_experts`: whether the routed experts are split too (expert tensor parallel size = `ranks`), or whole (1).
-
-    Raises:
-        ValueError: a part does not divide by `ranks`, or the name is none of Megatron's.
-    """
-    shards: list[Tensors] = [{} for _ in range(ranks)]
-    for name, tensor in _without_extra_state(state).items():
-        dim, parts = _how_split(name, tensor, layout, splits_experts)
-        if dim is None:
-            pieces = [tensor] * ranks
-        elif parts:
-            pieces = split_over_ranks(tensor, parts, ranks)
-        elif tensor.shape[dim] % ranks:
-            raise ValueError(f"{name} must have a multiple of {ranks} in dimension {dim}, got {tuple(tensor.shape)}")
-        else:
-            pieces = list(tensor.chunk(ranks, dim))
-        for shard, piece in zip(shards, pieces, strict=True):
-            shard[name] = piece
-    return shards
-
-
-def merge_tensor_parallel(
-    shards: Sequence[Mapping[str, torch.Tensor]], layout: Layout, *, splits_experts: bool = False
-) -> Tensors:
-    """The inverse of `split_over_tensor_parallel`.
-
-    Raises:
-        ValueError: the ranks have different names, or different values of a replicated tensor.
-    """
-    states = [_without_extra_state(shard) for shard in shards]
-    merged: Tensors = {}
-    for name in _same_names(states):
-        pieces = [state[name] for state in states]
-        whole = pieces[0].shape[0] * len(pieces)
-        dim, parts = _how_split(name, pieces[0].new_empty(whole, 0), layout, splits_experts)
-        if dim is None:
-            if any(not torch.equal(pieces[0], piece) for piece in pieces[1:]):
-                raise ValueError(f"{name} must be the same on every tensor-parallel rank, got different values")
-            merged[name] = pieces[0]
-        else:
-            merged[name] = join_from_ranks(pieces, parts) if parts else torch.cat(pieces, dim)
-    return merged
+    return _convert(without_extra_state(state), rules(layout), to_megatron=False)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors `hf` hold the same numbers as tensors `megatron`; the two functions turn the one list into the other."""
+    """Tensors `hf` hold the same numbers as tensors `megatron`; the two functions turn the one list into the other.
+
+    `rounds`: there and back is not exact for all numbers.
+    """
 
     hf: tuple[str, ...]
     megatron: tuple[str, ...]
     to_megatron: Convert = list
     to_hf: Convert = list
+    rounds: bool = False
+
+    def convert(self, source: Mapping[str, torch.Tensor], *, to_megatron: bool) -> Tensors:
+        """The tensors of the other side from those of this rule in `source`. Meta tensors give shapes and dtypes.
+
+        Raises:
+            ValueError: a shape does not fit.
+        """
+        old, new = (self.hf, self.megatron) if to_megatron else (self.megatron, self.hf)
+        tensors = [source[name] for name in old]
+        try:
+            converted = (self.to_megatron if to_megatron else self.to_hf)(tensors)
+        except (RuntimeError, ValueError) as error:
+            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(old, tensors, strict=True))
+            raise ValueError(f"tensors must have the shapes that the layout says, got {shapes}: {error}") from error
+        return dict(zip(new, converted, strict=True))
 
 
 def rules(layout: Layout) -> Iterator[Rule]:
@@ -233,6 +202,7 @@ def _gdn_rules(layout: Layout, hf: str, megatron: str) -> Iterator[Rule]:
         (f"{megatron}out_norm.weight",),
         lambda tensors: [tensors[0].float() - 1],
         lambda tensors: [tensors[0].float() + 1],
+        rounds=True,
     )
 
 
@@ -328,73 +298,26 @@ def _convert(source: Mapping[str, torch.Tensor], table: Iterable[Rule], *, to_me
     used: set[str] = set()
     missing: list[str] = []
     for rule in table:
-        old, new = (rule.hf, rule.megatron) if to_megatron else (rule.megatron, rule.hf)
+        old = rule.hf if to_megatron else rule.megatron
         absent = [name for name in old if name not in source]
         missing += absent
         used.update(old)
-        if absent:
-            continue
-        tensors = [source[name] for name in old]
-        try:
-            converted = (rule.to_megatron if to_megatron else rule.to_hf)(tensors)
-        except (RuntimeError, ValueError) as error:
-            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(old, tensors, strict=True))
-            raise ValueError(f"tensors must have the shapes that the layout says, got {shapes}: {error}") from error
-        result.update(zip(new, converted, strict=True))
+        if not absent:
+            result |= rule.convert(source, to_megatron=to_megatron)
     unexplained = sorted(source.keys() - used)
     if missing or unexplained:
         raise ValueError(
-            f"tensors must be exactly those of the layout, got {len(missing)} missing ({_some(missing)}) and "
-            f"{len(unexplained)} more ({_some(unexplained)})"
+            f"tensors must be exactly those of the layout, got {len(missing)} missing ({some(missing)}) and "
+            f"{len(unexplained)} more ({some(unexplained)})"
         )
     return result
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first names of a list, for an error."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"
 
 
-def _without_extra_state(state: Mapping[str, torch.Tensor]) -> Tensors:
+def without_extra_state(state: Mapping[str, torch.Tensor]) -> Tensors:
+    """The tensors of a state dict without Megatron's `_extra_state` entries."""
     return {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
-
-
-def _same_names(states: Sequence[Tensors]) -> Iterable[str]:
-    for state in states[1:]:
-        if state.keys() != states[0].keys():
-            different = sorted(state.keys() ^ states[0].keys())
-            raise ValueError(f"shards must have the same names, got {_some(different)} on some ranks only")
-    return states[0]
-
-
-_FIRST_DIMENSION = (
-    "word_embeddings.weight",
-    "output_layer.weight",
-    "linear_qkv.weight",
-    "A_log",
-    "dt_bias",
-    "eh_proj.weight",
-)
-_SECOND_DIMENSION = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
-_REPLICATED = ("norm.weight", "layer_norm_weight", "router.weight", "gate_weight")
-
-
-def _how_split(
-    name: str, whole: torch.Tensor, layout: Layout, splits_experts: bool
-) -> tuple[int | None, tuple[int, ...]]:
-    """(dimension split over ranks or None if replicated, rows of the parts that are split one by one)."""
-    kind = re.sub(r"weight\d+$", "weight", name)
-    if ".experts." in name and not splits_experts:
-        return None, ()
-    if kind.endswith("self_attention.in_proj.weight"):
-        return 0, layout.gdn_heads.projection
-    if kind.endswith("self_attention.conv1d.weight"):
-        return 0, layout.gdn_heads.convolution
-    if kind.endswith("linear_fc1.weight"):
-        return 0, (whole.shape[0] // 2,) * 2
-    if kind.endswith(_FIRST_DIMENSION):
-        return 0, ()
-    if kind.endswith(_SECOND_DIMENSION):
-        return 1, ()
-    if kind.endswith(_REPLICATED):
-        return None, ()
-    raise ValueError(f"names must be those of a Megatron GPTModel with Gated DeltaNet layers, got {name}")

@@ -12,14 +12,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 
-from qla_megatron.layers.hf_weights import (
-    Layout,
-    hf_to_megatron,
-    layout_from_hf,
-    megatron_to_hf,
-    merge_tensor_parallel,
-    split_over_tensor_parallel,
-)
+from qla_megatron.layers.hf_shards import merge_tensor_parallel, split_over_tensor_parallel
+from qla_megatron.layers.hf_weights import Layout, hf_to_megatron, layout_from_hf, megatron_to_hf
 from qla_megatron.layers.spec import gpt_block_spec, mtp_block_spec
 from qla_megatron.testing.distributed import run_ranks
 
