@@ -39,12 +39,13 @@ def has_transformer_engine() -> bool:
 
 def hybrid_pattern(recipe: Recipe) -> str:
     """HybridModel's pattern: G is a GDN mixer, * attention, - a dense MLP, E a mixture of experts; | ends a pipeline
-    stage."""
+    stage, / begins a multi-token prediction block."""
     model, parallel = recipe.model, recipe.parallel
     mlp = "E" if model.num_experts else "-"
     layers = [("*" if (i + 1) % model.attention_interval == 0 else "G") + mlp for i in range(model.num_layers)]
     stage = model.num_layers // parallel.pipeline
-    return "|".join("".join(layers[i : i + stage]) for i in range(0, model.num_layers, stage))
+    stages = "|".join("".join(layers[i : i + stage]) for i in range(0, model.num_layers, stage))
+    return stages + f"/*{mlp}" * model.prediction_layers
 
 
 def megatron_flags(recipe: Recipe, name: str) -> list[str]:
@@ -71,6 +72,8 @@ def _model(recipe: Recipe) -> list[str]:
         flags += ["--ffn-hidden-size", m.ffn_hidden_size]
     if not m.tie_embeddings:
         flags += ["--untie-embeddings-and-output-weights"]
+    if m.prediction_layers:
+        flags += ["--mtp-num-layers", m.prediction_layers, "--mtp-loss-scaling-factor", m.prediction_loss_weight]
     flags += ["--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", m.attention_interval]
     if m.stack == "hybrid":
         flags += ["--hybrid-layer-pattern", hybrid_pattern(recipe)]
@@ -157,8 +160,10 @@ def _train(recipe: Recipe, name: str) -> list[str]:
         flags += ["--tensorboard-dir", run_folder(recipe, name) / "tensorboard"]
     if t.stop_after is not None:
         flags += ["--exit-interval", t.stop_after]
-    if t.recompute == "norms":
+    if t.recompute in ("norms", "mlp"):
         flags += ["--recompute-granularity", "selective", "--recompute-modules", "gdn_norm_out"]
+        mlp = "moe" if recipe.model.num_experts else "mlp"
+        flags += [mlp] if t.recompute == "mlp" else []
     if t.recompute == "full":
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
     return [str(flag) for flag in flags]

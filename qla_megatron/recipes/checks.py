@@ -19,6 +19,7 @@ from qla_megatron.recipes.recipe import Recipe
 
 _MODEL_FIELDS_A_RUN_MAY_CHANGE = {
     "gdn", "gdn_backend", "gdn_decay_init", "init_std", "max_position", "router_balance_weight",
+    "prediction_loss_weight",
 }  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
         "checkpoint": "save_every",
     }
     at_least_zero = {
-        "model": "norm_eps init_std router_balance_weight",
+        "model": "norm_eps init_std router_balance_weight prediction_layers prediction_loss_weight",
         "data": "workers",
         "train": "evaluate_sequences",
         "optimizer": "lr min_lr warmup_steps weight_decay beta1 beta2 eps clip",
@@ -301,6 +302,12 @@ def _layers(recipe: Recipe) -> Iterator[str]:
         yield (
             f"parallel.layers_per_virtual_stage={p.layers_per_virtual_stage} does not divide the "
             f"{m.num_layers // p.pipeline} layers of a stage. Change it."
+        )
+    if m.prediction_layers and m.num_layers % m.attention_interval:
+        yield (
+            f"model.prediction_layers={m.prediction_layers} are made like the model's last layer, which must be full "
+            f"attention: model.num_layers={m.num_layers} is not a multiple of model.attention_interval="
+            f"{m.attention_interval}."
         )
     if m.stack == "hybrid" and m.gdn == "megatron":
         yield "model.gdn=megatron is there for model.stack=gpt only. Change one of them."

@@ -2,8 +2,11 @@
 
 Shapes are those of the published configurations; tests/recipes/test_models.py builds each one and compares its
 parameter count with the published total. Shared by all: every fourth layer is full attention with 256-wide heads, a
-quarter of each turned by rotary embedding with base 1e7; 16 GDN key heads, 128-wide; 248,320 tokens.
+quarter of each turned by rotary embedding with base 1e7; 16 GDN key heads, 128-wide; 248,320 tokens; one multi-token
+prediction block.
 """
+
+from dataclasses import replace
 
 from qla_megatron.recipes.recipe import Model
 
@@ -40,5 +43,6 @@ MODELS: dict[str, Model] = {
         num_experts=512, experts_per_token=10, expert_hidden_size=1024, shared_expert_hidden_size=1024,
     ),
 }  # fmt: skip
+MODELS = {name: replace(model, prediction_layers=1) for name, model in MODELS.items()}
 MODELS["qwen3_6_27b"] = MODELS["qwen3_5_27b"]
 MODELS["qwen3_6_35b_a3b"] = MODELS["qwen3_5_35b_a3b"]

@@ -70,6 +70,11 @@ class Model:
     padding does: a checkpoint then loads at any size."""
     tie_embeddings: bool = False
     """The output layer is the embedding, transposed."""
+    prediction_layers: int = 0
+    """Multi-token prediction blocks: each a projection of hidden state and next token's embedding, a full-attention
+    layer, and the model's own output layer for one token further."""
+    prediction_loss_weight: float = 0.1
+    """Weight of the mean loss of the prediction blocks."""
     norm_eps: float = 1e-6
     init_std: float = 0.02
     """Standard deviation of the normal distribution that weights start from. The convolution's start uniform within
@@ -162,8 +167,9 @@ class Train:
     """Write losses, learning rate and gradient norm for TensorBoard, too, into the run folder."""
     log_module_grad_norms: bool = False
     """Record the gradient norm of every module at each logged step, before clipping."""
-    recompute: Literal["none", "norms", "full"] = "none"
-    """Activations computed again in the backward pass: none, the GDN output norms, or whole layers."""
+    recompute: Literal["none", "norms", "mlp", "full"] = "none"
+    """Activations computed again in the backward pass: none, the GDN output norms, these and the MLPs (mixtures of
+    experts included), or whole layers."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ def apply() -> None:
     _save_without_manager_process()
     _resume_with_torch_adamw()
     _count_tokens_of_experts_on_cpu()
+    _predict_tokens_of_gated_delta_net_models()
 
 
 def quiet_imports() -> None:
@@ -106,6 +107,27 @@ def _count_tokens_of_experts_on_cpu() -> None:
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
     token_dispatcher.maybe_move_tensor_to_cpu = move_and_convert
+
+
+def _predict_tokens_of_gated_delta_net_models() -> None:
+    """Fault: the model's builder makes the layers of multi-token prediction by get_gpt_decoder_layer_specs, which asserts
+    that there is no attention variant: no Gated DeltaNet model can have them. AssertionError.
+    """
+    from megatron.training.models import gpt
+
+    from qla_megatron.layers.spec import GDN_VARIANTS, mtp_block_spec
+
+    original = gpt.mtp_block_spec
+    if getattr(original, "_qla_knows_gdn", False):
+        return
+
+    def block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
+        if config.transformer.experimental_attention_variant in GDN_VARIANTS:
+            return mtp_block_spec(config, vp_stage)
+        return original(config, transformer_layer_spec, vp_stage=vp_stage)
+
+    block_spec._qla_knows_gdn = True  # type: ignore[attr-defined]
+    gpt.mtp_block_spec = block_spec
 
 
 def _zero_step() -> Any:

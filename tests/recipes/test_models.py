@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from qla_megatron.recipes import build, catalogue
+from qla_megatron.recipes import build, catalogue, upstream
 from qla_megatron.recipes.models import MODELS
 from qla_megatron.recipes.recipe import Model, Parallel
 from qla_megatron.testing.distributed import run_ranks
@@ -31,34 +31,23 @@ PUBLISHED = {  # text model, one multi-token prediction block
 }
 
 
-def built(model: Model, prediction_layers: int = 0) -> Any:
-    """The model on the meta device, tensor parallel size 1."""
+def built(model: Model) -> Any:
+    """The model on the meta device, tensor parallel size 1, by Megatron's own builder."""
     import torch
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.models.gpt import GPTModelBuilder
 
-    from qla_megatron.layers.spec import gpt_block_spec, mtp_block_spec
-
+    upstream.apply()
     recipe = replace(catalogue.find("tiny_pretrain_2k_2xcpu"), model=model, parallel=Parallel(gpus=1, device="cpu"))
     more = ["--use-cpu-initialization", "--no-initialization"]
-    more += ["--mtp-num-layers", str(prediction_layers)] if prediction_layers else []
     sys.argv[1:] = [*build.megatron_flags(recipe, "test"), *more]
     with contextlib.redirect_stdout(io.StringIO()):
         args = parse_args()
         validate_args(args, {})
     config = build.model_config(recipe, args)
     with torch.device("meta"):
-        return GPTModel(
-            config.transformer,
-            gpt_block_spec(config),
-            config.vocab_size,
-            config.seq_length,
-            mtp_block_spec=mtp_block_spec(config),
-            position_embedding_type="rope",
-            rotary_percent=config.rotary_percent,
-            rotary_base=config.rotary_base,
-            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-        )
+        return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 
 def count_on_this_rank(model: Model) -> tuple[int, int]:
@@ -69,7 +58,7 @@ def count_on_this_rank(model: Model) -> tuple[int, int]:
     """
     groups = model.num_layers // model.attention_interval
     repeats = 1 if model.num_experts is None else groups
-    whole = built(replace(model, num_layers=model.num_layers // repeats), prediction_layers=1)
+    whole = built(replace(model, num_layers=model.num_layers // repeats))
     sizes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
     layers = sum(size for name, size in sizes.items() if name.startswith("decoder.layers."))
     prediction = sum(size for name, size in sizes.items() if name.startswith("mtp."))
