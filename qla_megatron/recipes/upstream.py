@@ -110,8 +110,8 @@ def _count_tokens_of_experts_on_cpu() -> None:
 
 
 def _predict_tokens_of_gated_delta_net_models() -> None:
-    """Fault: the model's builder makes the layers of multi-token prediction by get_gpt_decoder_layer_specs, which asserts
-    that there is no attention variant: no Gated DeltaNet model can have them. AssertionError.
+    """Fault: the model's builder makes the layers of multi-token prediction by get_gpt_decoder_layer_specs, which
+    asserts that there is no attention variant: no Gated DeltaNet model can have them. AssertionError.
     """
     from megatron.training.models import gpt
 
