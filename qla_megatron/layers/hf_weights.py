@@ -88,7 +88,7 @@ def layout_from_hf(config: Mapping[str, Any], names: Iterable[str], **changes: A
         }
     except KeyError as error:
         raise ValueError(f"config must be that of a Qwen3.5 model, got none of the field {error}") from error
-    found["num_experts"] = text.get("num_experts", 0)
+    found["num_experts"] = text.get("num_experts") or 0
     found["ties_embeddings"] = "lm_head.weight" not in names  # the flag of some configurations is wrong
     found["has_mtp"] = "mtp.fc.weight" in names
     found["packs_mtp_experts"] = "mtp.layers.0.mlp.experts.0.down_proj.weight" not in names
