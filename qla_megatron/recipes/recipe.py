@@ -167,6 +167,9 @@ class Train:
     """Write losses, learning rate and gradient norm for TensorBoard, too, into the run folder."""
     log_module_grad_norms: bool = False
     """Record the gradient norm of every module at each logged step, before clipping."""
+    chunked_loss: bool = True
+    """Compute output layer and loss in chunks of tokens (layers/chunked_loss.py), so that logits are never whole; false:
+    Megatron's own."""
     recompute: Literal["none", "norms", "mlp", "full"] = "none"
     """Activations computed again in the backward pass: none, the GDN output norms, these and the MLPs (mixtures of
     experts included), or whole layers."""
