@@ -1,8 +1,8 @@
 """Recipe -> Megatron: the one file that knows the names of Megatron's arguments.
 
 `megatron_flags(recipe)` is the command line that Megatron's own parser reads; nothing else decides anything, so that
-`run NAME --print` shows the whole truth. Two things have no argument and are set on the model's configuration: the
-range that A_log starts from and the backend of the gated delta rule.
+`run NAME --print` shows the whole truth. Three things have no argument and are set on the model's configuration: the
+range that A_log starts from, the backend of the gated delta rule, and the chunked loss.
 """
 
 import copy
@@ -156,8 +156,12 @@ def _train(recipe: Recipe, name: str) -> list[str]:
         *("--eval-micro-batch-size", 1, "--eval-global-batch-size", at_a_time),
         *("--log-interval", t.log_every, "--exit-signal-handler", "--no-one-logger"),
     ]
-    if t.tensorboard:
+    flags += ["--no-check-for-nan-in-loss-and-grad"]  # guard.py's check stops all processes, before the update
+    flags += ["--iterations-to-skip", *t.skip_steps] if t.skip_steps else []
+    if t.tensorboard or t.wandb:  # Megatron writes to W&B only where it writes for TensorBoard
         flags += ["--tensorboard-dir", run_folder(recipe, name) / "tensorboard"]
+    if t.wandb:
+        flags += ["--wandb-project", t.wandb, "--wandb-exp-name", name, "--wandb-save-dir", run_folder(recipe, name)]
     if t.stop_after is not None:
         flags += ["--exit-interval", t.stop_after]
     if t.recompute in ("norms", "mlp"):
@@ -208,12 +212,22 @@ def model_config(recipe: Recipe, args: Namespace) -> Any:
         config = hybrid_config_from_args(args)
     else:
         config = gpt_config_from_args(args)
+    if recipe.train.chunked_loss:
+        config.pre_wrap_hooks.append(partial(_with_chunked_loss, recipe.train.loss_chunk_mib << 20))
     # The layer reads these two where its spec does not give them.
     config.transformer.gdn_A_init_range = recipe.model.gdn_decay_init
     config.transformer.gdn_backend = recipe.model.gdn_backend
     if recipe.model.gdn == "megatron":
         config.transformer_layer_spec = partial(_block_with_megatron_gdn, config.transformer_layer_spec)
     return config
+
+
+def _with_chunked_loss(chunk_bytes: int, model_chunks: list[Any]) -> list[Any]:
+    from qla_megatron.layers.chunked_loss import use_chunked_loss
+
+    for chunk in model_chunks:
+        use_chunked_loss(chunk, is_summed=True, chunk_bytes=chunk_bytes)
+    return model_chunks
 
 
 def _block_with_megatron_gdn(block_spec: Any, config: Any, vp_stage: int | None = None) -> Any:

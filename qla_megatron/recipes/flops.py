@@ -45,32 +45,28 @@ class Flops:
     __rmul__ = __mul__
 
 
-def flops_per_token(
-    model: Model, document_lengths: Iterable[int], *, prediction_layers: int = 0, backward: bool = True
-) -> Flops:
+def flops_per_token(model: Model, document_lengths: Iterable[int], *, backward: bool = True) -> Flops:
     """Mean FLOPs of one token slot of a pack, over the whole model.
 
     Args:
-        model: the shapes.
+        model: the shapes; each multi-token prediction block has an output layer's work of its own.
         document_lengths: padded lengths of the documents of one pack or of several, tokens.
-        prediction_layers: multi-token prediction blocks, each with an output layer's work of its own.
         backward: whether to count backward, too.
 
     Raises:
         ValueError: there is no token in `document_lengths`, or a negative length.
     """
-    attended = attended_tokens(document_lengths)
-    return flops_at(model, attended, prediction_layers=prediction_layers, backward=backward)
+    return flops_at(model, attended_tokens(document_lengths), backward=backward)
 
 
-def flops_at(model: Model, attended: float, *, prediction_layers: int = 0, backward: bool = True) -> Flops:
+def flops_at(model: Model, attended: float, *, backward: bool = True) -> Flops:
     """The same, with the mean number of tokens that a token attends to (see `attended_tokens`)."""
     full = model.num_layers // model.attention_interval
     mlp = mlp_flops(model)
     forward = full * (attention_flops(model, attended) + mlp) + output_flops(model)
     forward += (model.num_layers - full) * (gdn_flops(model) + mlp)
     join = Flops(projections=2 * 2 * model.hidden_size**2)
-    forward += prediction_layers * (join + attention_flops(model, attended) + mlp + output_flops(model))
+    forward += model.prediction_layers * (join + attention_flops(model, attended) + mlp + output_flops(model))
     return 3 * forward if backward else forward
 
 

@@ -136,6 +136,9 @@ class Data:
     """Shares of the documents for training, held-out evaluation and test, in document order."""
     alignment: int = 64
     """Documents start at multiples of so many tokens: the chunk of the gated delta rule."""
+    balance: bool = True
+    """Hand the sequences of a step out so that data-parallel processes get even work: attention costs by the squares
+    of document lengths. The step's sequences stay the same."""
     workers: int = 2
     """Loader processes a rank; 0 loads in the training process."""
     cache: str | None = None
@@ -163,13 +166,20 @@ class Train:
     them."""
     log_every: int = 10
     """Steps between two progress lines. Every step is recorded in the run folder."""
+    skip_steps: tuple[int, ...] = ()
+    """Steps whose sequences are passed over without training: what the guard's message about a step proposes."""
     tensorboard: bool = False
-    """Write losses, learning rate and gradient norm for TensorBoard, too, into the run folder."""
+    """Write losses, learning rate, gradient norms, speed and memory for TensorBoard, too, into the run folder."""
+    wandb: str | None = None
+    """Write the same to this project of Weights & Biases (package wandb, not installed by default)."""
     log_module_grad_norms: bool = False
     """Record the gradient norm of every module at each logged step, before clipping."""
     chunked_loss: bool = True
-    """Compute output layer and loss in chunks of tokens (layers/chunked_loss.py), so that logits are never whole; false:
-    Megatron's own."""
+    """Compute output layer and loss in chunks of tokens (layers/chunked_loss.py), so that logits are never whole;
+    false: Megatron's own."""
+    loss_chunk_mib: int = 1024
+    """Largest logits of one such chunk on one process, MiB. Smaller chunks read and write the output layer's float32
+    gradient more often, which costs time."""
     recompute: Literal["none", "norms", "mlp", "full"] = "none"
     """Activations computed again in the backward pass: none, the GDN output norms, these and the MLPs (mixtures of
     experts included), or whole layers."""
@@ -212,6 +222,11 @@ class Checkpoint:
     """Checkpoint folder to start from where the run folder has none yet. None: start from random weights."""
     load_step: int | None = None
     """Which checkpoint of `load`; None: the latest."""
+    expected_loss: float | None = None
+    """Loss that the first step after a load must have, within loss_tolerance: else the run stops before a checkpoint.
+    None: compare with the log beside the loaded checkpoint, if there is one, and only warn."""
+    loss_tolerance: float = 0.5
+    """Nats that the first step's loss may differ by."""
 
 
 @dataclass(frozen=True)

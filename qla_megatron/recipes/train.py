@@ -120,38 +120,56 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
 
 def forward_step(recipe: Recipe) -> Any:
     """Megatron's forward step: the next packed sequence through the model."""
+    from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model
 
     from qla_megatron.data.batch import next_micro_batch
+    from qla_megatron.layers.chunked_loss import IGNORED
+
+    is_chunked, predicts = recipe.train.chunked_loss, recipe.model.prediction_layers > 0
 
     def step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         batch = next_micro_batch(
             data_iterator,
             sequence_length=recipe.data.sequence_length,
+            mtp_on_this_rank=predicts and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
             vp_stage=get_attr_wrapped_model(model, "vp_stage"),
         )
+        labels, mask = batch.labels, batch.loss_mask
+        if is_chunked and labels is not None and mask is not None:
+            labels = labels.masked_fill(mask == 0, IGNORED)
+        extra = {"loss_mask": mask} if predicts else {}
         losses = model(
-            batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params
+            batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=batch.packed_seq_params, **extra
         )
-        return losses, partial(token_loss, batch.loss_mask)
+        offsets = batch.packed_seq_params.cu_seqlens_q if batch.packed_seq_params else None
+        return losses, partial(token_loss, mask, offsets, is_chunked)
 
     return step
 
 
 def token_loss(
-    loss_mask: torch.Tensor | None, losses: torch.Tensor
+    loss_mask: torch.Tensor | None, offsets: torch.Tensor, is_masked: bool, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Megatron's per-token loss: (sum over unmasked tokens, their number, what to report).
 
     Args:
         loss_mask: [B, T] float32, 0 where there is nothing to predict.
+        offsets: [N + 1], of the documents.
+        is_masked: whether the losses are 0 already where the mask is. They are then summed and nothing else, which
+            the chunked loss relies on.
         losses: [B, T] cross entropy, nats.
+
+    Returns:
+        The report's entries are pairs, whose sums over all micro-batches Megatron divides: "lm loss", and "attended",
+        the mean number of tokens that a token sees in full attention.
     """
     assert loss_mask is not None  # only the last pipeline stage asks for the loss, and it has the mask
-    mask = loss_mask.reshape(-1).float()
-    total = (losses.reshape(-1).float() * mask).sum()
-    count = mask.sum().to(torch.int)
-    return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
+    total = (losses if is_masked else losses.float() * loss_mask).sum()
+    count = loss_mask.sum().to(torch.int)
+    lengths = offsets.diff().float()
+    attended = torch.stack([(lengths * (lengths + 1)).sum() / 2, lengths.sum()])
+    return total, count, {"lm loss": torch.stack([total.detach(), count.float()]), "attended": attended}
 
 
 @contextlib.contextmanager
