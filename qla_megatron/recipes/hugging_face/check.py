@@ -1,6 +1,6 @@
 """The same tokens through a model of transformers and through ours from a converted checkpoint, both in float32."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -62,8 +62,8 @@ def compare(
     tokens = torch.randint(0, layout.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(seed))
     expected = hugging_face_logits(hf, tokens)
     with one_process():
-        export = plan_export(checkpoint, hf, layout, megatron_model(model, has_mtp=layout.has_mtp))
-        _, module = build_module(model, has_mtp=False, device="cpu")
+        export = plan_export(checkpoint, hf, layout, megatron_model(model))
+        _, module = build_module(replace(model, prediction_layers=0), device="cpu")
         got = megatron_logits(module, export, tokens, console)[..., : layout.vocab_size]
         of_mtp = [name for name in export.expected if name.startswith(MTP)]
         mtp = _weights_error(export, of_mtp) if of_mtp else None
@@ -81,10 +81,14 @@ def hugging_face_logits(hf: HfDirectory, tokens: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: transformers finds weights missing.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model, found = AutoModelForCausalLM.from_pretrained(
-        hf.path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    transformers.utils.logging.disable_progress_bar()
+    # The language model reads the flag in text_config, where models with vision may have a class's default.
+    config = transformers.AutoConfig.from_pretrained(hf.path, local_files_only=True).get_text_config()
+    config.tie_word_embeddings = "lm_head.weight" not in hf.tensors
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        hf.path, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
     if found["missing_keys"]:
         raise ValueError(

@@ -78,12 +78,13 @@ def model_from_config(config: Mapping[str, Any], layout: Layout) -> Model:
         attention_interval=_attention_interval(layout.layer_is_attention),
         padded_vocab_size=layout.padded_vocab_size,
         tie_embeddings=layout.ties_embeddings,
+        prediction_layers=int(layout.has_mtp),
     )
 
 
 def _attention_interval(layer_is_attention: tuple[bool, ...]) -> int:
     interval = layer_is_attention.index(True) + 1 if any(layer_is_attention) else 0
-    if not interval or any((i + 1) % interval == 0 != here for i, here in enumerate(layer_is_attention)):
+    if not interval or any(here != ((i + 1) % interval == 0) for i, here in enumerate(layer_is_attention)):
         raise NotImplementedError(f"layer_types must be full attention in every Nth layer, got {layer_is_attention}")
     return interval
 
@@ -178,12 +179,12 @@ class MegatronModel:
         return [replace(entry, data=data, dtype=data.dtype)]
 
 
-def megatron_model(model: Model, *, has_mtp: bool) -> MegatronModel:
+def megatron_model(model: Model) -> MegatronModel:
     """`model` without data, with Megatron's own names: they are read off the module that Megatron builds."""
     from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization
     from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
-    args, module = build_module(model, has_mtp=has_mtp, device="meta")
+    args, module = build_module(model, device="meta")
     metadata = _build_sharded_state_dict_metadata(args)
     entries = module.sharded_state_dict(metadata=metadata)
     objects = tuple(entry for entry in entries.values() if isinstance(entry, ShardedObject))
@@ -200,14 +201,15 @@ def megatron_model(model: Model, *, has_mtp: bool) -> MegatronModel:
     )
 
 
-def build_module(model: Model, *, has_mtp: bool, device: str) -> tuple[Namespace, Any]:
+def build_module(model: Model, device: str) -> tuple[Namespace, Any]:
     """Megatron's arguments for `model` in one process, and the GPTModel, in float32, its weights not initialized."""
     from megatron.core.models.gpt import GPTModel
 
     from qla_megatron.layers.spec import gpt_block_spec, mtp_block_spec
 
-    args = _arguments(model, has_mtp)
-    config = build.model_config(_recipe(model), args)
+    recipe = _recipe(model)
+    args = _arguments(recipe)
+    config = build.model_config(recipe, args)
     with torch.device(device):
         module = GPTModel(
             config.transformer,
@@ -235,12 +237,10 @@ def _recipe(model: Model) -> Recipe:
     )
 
 
-def _arguments(model: Model, has_mtp: bool) -> Namespace:
+def _arguments(recipe: Recipe) -> Namespace:
     from megatron.training.arguments import parse_args, validate_args
 
-    flags = [*build.megatron_flags(_recipe(model), "conversion"), "--use-cpu-initialization", "--no-initialization"]
-    if has_mtp and "--mtp-num-layers" not in flags:
-        flags += ["--mtp-num-layers", "1"]
+    flags = [*build.megatron_flags(recipe, "conversion"), "--use-cpu-initialization", "--no-initialization"]
     arguments_of_this_program = sys.argv
     sys.argv = ["megatron", *flags]
     try:

@@ -72,7 +72,7 @@ def export_checkpoint(
     layout = export_layout(checkpoint, hf, mtp, text_only=text_only)
     model = model_from_config(hf.config, layout)
     with one_process():
-        export = plan_export(checkpoint, hf, layout, megatron_model(model, has_mtp=layout.has_mtp))
+        export = plan_export(checkpoint, hf, layout, megatron_model(model))
         kept = [
             name
             for name in hf.tensors

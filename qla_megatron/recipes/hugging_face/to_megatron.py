@@ -67,7 +67,7 @@ def import_checkpoint(
     if name is not None:
         check_is(model, name)
     with one_process():
-        megatron = megatron_model(model, has_mtp=layout.has_mtp)
+        megatron = megatron_model(model)
         table = model_rules(layout, megatron)
         check_shapes(hf, names, expected_hf(table, megatron))
 
