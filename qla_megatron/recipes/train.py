@@ -142,8 +142,8 @@ def forward_step(recipe: Recipe) -> Any:
         losses = model(
             batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=batch.packed_seq_params, **extra
         )
-        offsets = batch.packed_seq_params.cu_seqlens_q if batch.packed_seq_params else None
-        return losses, partial(token_loss, mask, offsets, is_chunked)
+        assert batch.packed_seq_params is not None  # every stage gets the offsets of a packed batch
+        return losses, partial(token_loss, mask, batch.packed_seq_params.cu_seqlens_q, is_chunked)
 
     return step
 

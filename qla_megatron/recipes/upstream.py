@@ -14,6 +14,7 @@ def apply() -> None:
     _resume_with_torch_adamw()
     _count_tokens_of_experts_on_cpu()
     _predict_tokens_of_gated_delta_net_models()
+    _rotate_packed_documents_on_the_device()
 
 
 def quiet_imports() -> None:
@@ -128,6 +129,56 @@ def _predict_tokens_of_gated_delta_net_models() -> None:
 
     block_spec._qla_knows_gdn = True  # type: ignore[attr-defined]
     gpt.mtp_block_spec = block_spec
+
+
+def _rotate_packed_documents_on_the_device() -> None:
+    """Fault: rotary embedding of packed documents reads all offsets on the host, for queries and for keys of each
+    layer, and turns the documents one by one: the host waits for the device, and launches kernels for each document.
+
+    Every token's position follows from the offsets on the device. The arithmetic is Megatron's own, on all tokens at
+    once, so that results are the same bits.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate_packed
+
+
+def rotate_packed(
+    t: Any, cu_seqlens: Any, freqs: Any, rotary_interleaved: bool = False, mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0, cp_group: Any = None, multi_latent_attention: bool | None = None,
+) -> Any:  # fmt: skip
+    """Rotary embedding of packed documents: what stands in for Megatron's _apply_rotary_pos_emb_thd.
+
+    Args:
+        t: [T / c, H, K], the tokens of this context parallel rank, documents in zigzag; they cover all tokens.
+        cu_seqlens: [N + 1], padded offsets in the whole pack, on the device; not read by the host.
+        freqs: [P, 1, 1, R] angles of positions; of the whole pack (P = T), each token has its own place's, else its
+            place within the document.
+        cp_group: the c context parallel ranks.
+    """
+    import torch
+    from megatron.core.models.common.embeddings import rope_utils
+
+    if cp_group is None:
+        raise ValueError("cp_group must be given for packed documents, got None")
+    if multi_latent_attention is not None:  # its former name
+        mla_rotary_interleaved = multi_latent_attention
+    size, count = cp_group.size(), len(t)
+    offsets = cu_seqlens.long()
+    place = torch.arange(count, device=t.device)
+    document = torch.searchsorted(offsets[1:] // size, place, right=True)
+    start = offsets[document]
+    position = place - start // size
+    if size > 1:
+        piece = offsets.diff()[document] // (2 * size)
+        back = (2 * size - 2 - cp_group.rank()) * piece + position
+        position = torch.where(position < piece, cp_group.rank() * piece + position, back)
+    if len(freqs) == count * size:
+        position = position + start
+    return rope_utils._apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1), freqs[position], rotary_interleaved=rotary_interleaved,
+        mla_rotary_interleaved=mla_rotary_interleaved, mscale=mscale,
+    ).squeeze(1)  # fmt: skip
 
 
 def _zero_step() -> Any:
