@@ -1,5 +1,5 @@
-"""Causal depthwise convolution over packed documents."""
+"""Causal depthwise convolution over packed documents, and the way from in_proj's output to the gated delta rule."""
 
-from .op import causal_conv1d
+from .op import ConvolvedProjection, causal_conv1d, convolve_projection
 
-__all__ = ["causal_conv1d"]
+__all__ = ["ConvolvedProjection", "causal_conv1d", "convolve_projection"]

@@ -1,13 +1,13 @@
-"""Causal depthwise convolution in plain torch: W shifted multiply-adds."""
+"""Causal depthwise convolution in plain torch, W shifted multiply-adds, and what the layer makes of its result."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import silu
+from torch.nn.functional import silu, softplus
 
-from ..varlen import token_places
+from ..varlen import token_places, valid_tokens
 
 
 def causal_conv1d(
@@ -19,7 +19,59 @@ def causal_conv1d(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See op.py. Each document is preceded by W - 1 rows of its state, so that a plain convolution stays within it."""
+    """See op.py."""
+    y, final_state = _within_documents(x, weight, bias, is_silu, initial_state, output_final_state, cu_seqlens)
+    return y.to(x.dtype), final_state
+
+
+def convolve_projection(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    key_heads: int,
+    value_heads: int,
+    z_width: int,
+    l2norm_eps: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v, g, beta and the final states; see op.py."""
+    channels = weight.shape[0]
+    widths = (channels, z_width, value_heads, value_heads)
+    qkv, _, logits, alpha = projected.transpose(0, 1).split(widths, dim=-1)
+    y, final_state = _within_documents(qkv, weight, bias, True, initial_state, output_final_state, cu_seqlens)
+    key_width = (channels - z_width) // 2
+    q, k, v = y.split((key_width, key_width, z_width), dim=-1)
+    q, k = (part.unflatten(-1, (key_heads, -1)) for part in (q, k))
+    if l2norm_eps is not None:
+        q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + l2norm_eps) for part in (q, k))
+    q, k, v = (part.to(projected.dtype) for part in (q, k, v.unflatten(-1, (value_heads, -1))))
+    logits, alpha = logits.to(y.dtype), alpha.to(y.dtype)
+    if cu_seqlens is not None:
+        valid = valid_tokens(cu_seqlens, projected.shape[0])[None, :, None]
+        logits, alpha = logits.where(valid, 0), alpha.where(valid, 0)
+    beta, g = logits.sigmoid(), -A_log.to(y.dtype).exp() * softplus(alpha + dt_bias.to(y.dtype))
+    if cu_seqlens is not None:
+        beta, g = beta.where(valid, 0), g.where(valid, 0)
+    return q, k, v, g, beta, final_state
+
+
+def _within_documents(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_silu: bool,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `causal_conv1d`, not rounded.
+
+    Each document is preceded by W - 1 rows of its state, so that a plain convolution stays within it.
+    """
     B, T, D = x.shape
     W = weight.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -76,4 +128,4 @@ def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, 
     y = _Convolution.apply(rows.to(wide), weight.to(wide))
     if bias is not None:
         y = y + bias.to(wide)
-    return (silu(y) if is_silu else y).to(rows.dtype)
+    return silu(y) if is_silu else y

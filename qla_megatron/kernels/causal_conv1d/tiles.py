@@ -1,0 +1,542 @@
+"""The inline device functions of the convolution: what one warp does with two heads of a tile of tokens."""
+
+from ..rows import ROWS
+
+WIDTH = 4
+FORWARD_RING = 8
+BACKWARD_RING = 4
+
+CONVOLUTION = (
+    ROWS
+    + r"""
+namespace qla {
+
+// The document of a token; without offsets a row of the batch is one. Past the last one lies none, up to the row's end.
+struct Documents {
+  const int *offsets;
+  int count, document, start, end;
+  bool is_there;
+
+  __device__ __forceinline__ void find(const int *offsets_, int count_, int token, int row, int tokens) {
+    offsets = offsets_;
+    count = count_;
+    document = row;
+    start = 0;
+    end = tokens;
+    is_there = true;
+    if (count > 0) {
+      int first = 0, last = count - 1;  // the last document that begins at or before the token
+      while (first < last) {
+        const int middle = (first + last + 1) / 2;
+        if (offsets[middle] <= token) first = middle; else last = middle - 1;
+      }
+      document = first - 1;
+      move(token);
+    }
+  }
+
+  // To the document that holds `token`, which lies past the present one.
+  __device__ __forceinline__ void move(int token) {
+    if (count == 0) return;
+    do { ++document; } while (document < count && offsets[document + 1] <= token);
+    is_there = document < count;
+    start = offsets[document];
+    end = is_there ? offsets[document + 1] : 0x7fffffff;
+  }
+};
+
+// Where a warp's rows lie: this thread's eight channels of token 0, and the bytes from token to token.
+struct Channels {
+  const char *x;
+  int64_t stride;
+  const void *state;  // the inputs before a document, [documents, channels, 3] from this thread's channels on, or null
+  int64_t state_stride;
+};
+
+// The row of a token before the one that is looked at, perhaps from before the document's start.
+template <typename Pair, typename Number, int kBytes>
+__device__ __forceinline__ void load_past(float (&row)[8], const Channels &c, const Documents &docs, int token) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) row[e] = 0.f;
+  if (token >= docs.start) {
+    widen<Pair>(row, load_numbers<kBytes>(c.x + token * c.stride));
+  } else if (c.state != nullptr && docs.is_there) {
+    const Number *state = static_cast<const Number *>(c.state) + docs.document * c.state_stride + token - docs.start;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) row[e] = to_float(state[3 * e + 3]);
+  }
+}
+
+template <typename Weight>
+__device__ __forceinline__ void load_weights(float (&w)[4][8], const void *weights) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) w[j][e] = to_float(static_cast<const Weight *>(weights)[4 * e + j]);
+}
+
+template <typename Weight, bool kBias>
+__device__ __forceinline__ void load_bias(float (&b)[8], const void *bias) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) b[e] = kBias ? to_float(static_cast<const Weight *>(bias)[e]) : 0.f;
+}
+
+// Token t lies in x[t % 4].
+__device__ __forceinline__ float convolve(const float (&w)[4][8], const float (&b)[8], const float (&x)[4][8], int u,
+                                          int e) {
+  return b[e] + w[0][e] * x[(u + 1) & 3][e] + w[1][e] * x[(u + 2) & 3][e] + w[2][e] * x[(u + 3) & 3][e] +
+         w[3][e] * x[u][e];
+}
+
+// out[t] <- activation(convolution), divided by the length over the head if kNormal, for tokens first <= t < last of
+// one row of the batch; 0 where no document is.
+template <typename Pair, typename Number, typename Weight, int kBytes, bool kBias, bool kSilu, bool kNormal>
+__device__ __forceinline__ void convolve_tile(const Channels &c, Documents &docs, char *out, int64_t out_stride,
+                                              const void *weights, const void *bias, float eps, int first, int last,
+                                              const void *ring) {
+  constexpr int kDepth = QLA_FORWARD_RING;
+  const int rows = last - first;
+  const uint32_t slots = own_ring(ring);
+  const char *next = c.x + first * c.stride;
+#pragma unroll
+  for (int n = 0; n < kDepth - 1; ++n) {
+    if (n < rows) ask_for_row<kBytes>(slots, n, next);
+    next += c.stride;
+    commit_rows();
+  }
+  float w[4][8], b[8], x[4][8];
+  load_weights<Weight>(w, weights);
+  load_bias<Weight, kBias>(b, bias);
+  out += first * out_stride;
+  for (int start = first; start < last; start = docs.end) {
+    if (start > first) docs.move(start);
+#pragma unroll
+    for (int d = 1; d < 4; ++d) load_past<Pair, Number, kBytes>(x[4 - d], c, docs, start - d);
+    const int end = min(docs.end, last);
+    for (int group = start; group < end; group += 4) {
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        const int n = group + u - first;
+        if (group + u < end) {
+          wait_for_rows<kDepth - 2>();
+          widen<Pair>(x[u], read_row(slots, n & (kDepth - 1)));
+          if (n + kDepth - 1 < rows) ask_for_row<kBytes>(slots, (n + kDepth - 1) & (kDepth - 1), next);
+          next += c.stride;
+          commit_rows();
+          float y[8], squares = 0.f;
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            y[e] = convolve(w, b, x, u, e);
+            if (kSilu) y[e] *= sigmoid(y[e]);
+            squares += y[e] * y[e];
+          }
+          if (kNormal) {
+            const float scale = rsqrtf(sum_over_head(squares) + eps);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) y[e] *= scale;
+          }
+          uint4 packed = narrow<Pair>(y);
+          if (!docs.is_there) packed = make_uint4(0, 0, 0, 0);
+          *reinterpret_cast<uint4 *>(out) = packed;
+          out += out_stride;
+        }
+      }
+    }
+  }
+}
+
+// d[e] <- gradient of the convolution's result before the activation, from the gradient d of what was made of it.
+template <bool kSilu, bool kNormal>
+__device__ __forceinline__ void differentiate(float (&d)[8], const float (&w)[4][8], const float (&b)[8],
+                                              const float (&x)[4][8], int u, float eps) {
+  float along[8], squares = 0.f, product = 0.f;  // with r = |y|: d/dy of y / r is (d - y (y . d) / r^2) / r
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    float y = convolve(w, b, x, u, e), slope = 1.f;
+    if (kSilu) {
+      const float s = sigmoid(y);
+      y *= s;
+      slope = s + y * (1.f - s);
+    }
+    squares += y * y;
+    product += y * d[e];
+    along[e] = y * slope;
+    d[e] *= slope;
+  }
+  if (kNormal) {
+    const float scale = rsqrtf(sum_over_head(squares) + eps);
+    const float share = scale * scale * scale * sum_over_head(product);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) d[e] = scale * d[e] - share * along[e];
+  }
+}
+
+template <typename Number> __device__ __forceinline__ void add_state(float (&row)[8], const void *state, int place) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) row[e] += to_float(static_cast<const Number *>(state)[3 * e + place]);
+}
+
+// The gradient of x for tokens first <= t < last, and the weights' (and bias's) share of these tokens' results. Three
+// results after the tile are differentiated as well; the tile that they belong to counts them for the weights.
+template <typename Pair, typename Number, typename Weight, int kBytes, bool kBias, bool kSilu, bool kNormal>
+__device__ __forceinline__ void convolve_tile_backward(const Channels &c, Documents &docs, const char *dout,
+                                                       int64_t dout_stride, const void *dfinal, char *dx,
+                                                       int64_t dx_stride, float *dweights, float *dbias,
+                                                       const void *weights, const void *bias, float eps, int first,
+                                                       int last, int tokens, const void *ring) {
+  constexpr int kDepth = QLA_BACKWARD_RING;
+  const int rows = min(last + 3, tokens) - first;
+  const uint32_t slots = own_ring(ring);
+  const char *next_x = c.x + first * c.stride, *next_d = dout + first * dout_stride;
+#pragma unroll
+  for (int n = 0; n < kDepth - 1; ++n) {
+    if (n < rows) {
+      ask_for_row<kBytes>(slots, n, next_x);
+      ask_for_row<16>(slots, kDepth + n, next_d);
+    }
+    next_x += c.stride;
+    next_d += dout_stride;
+    commit_rows();
+  }
+  float w[4][8], b[8], dw[4][8], db[8];
+  load_weights<Weight>(w, weights);
+  load_bias<Weight, kBias>(b, bias);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    db[e] = 0.f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) dw[j][e] = 0.f;
+  }
+  for (int start = first; start < last; start = docs.end) {
+    if (start > first) docs.move(start);
+    // partial[t % 4]: what is known of the gradient of x_t, to which the results of t to t + 3 contribute
+    float x[4][8], partial[4][8];
+#pragma unroll
+    for (int d = 1; d < 4; ++d) load_past<Pair, Number, kBytes>(x[4 - d], c, docs, start - d);
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) partial[j][e] = 0.f;
+    const int end = docs.is_there ? min(docs.end, last + 3) : start;  // of the results that there are
+    const int steps_end = min(docs.end, last) + 3;
+    char *complete_dx = dx + (start - 3) * dx_stride;
+    for (int group = start; group < steps_end; group += 4) {
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        const int t = group + u, n = t - first;
+        if (t < steps_end) {
+          float (&complete)[8] = partial[(u + 1) & 3];
+          if (t < end) {
+            float d[8];
+            wait_for_rows<kDepth - 2>();
+            widen<Pair>(x[u], read_row(slots, n & (kDepth - 1)));
+            widen<Pair>(d, read_row(slots, kDepth + (n & (kDepth - 1))));
+            if (n + kDepth - 1 < rows) {
+              ask_for_row<kBytes>(slots, (n + kDepth - 1) & (kDepth - 1), next_x);
+              ask_for_row<16>(slots, kDepth + ((n + kDepth - 1) & (kDepth - 1)), next_d);
+            }
+            next_x += c.stride;
+            next_d += dout_stride;
+            commit_rows();
+            differentiate<kSilu, kNormal>(d, w, b, x, u, eps);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+              complete[e] += w[0][e] * d[e];
+              partial[(u + 2) & 3][e] += w[1][e] * d[e];
+              partial[(u + 3) & 3][e] += w[2][e] * d[e];
+              partial[u][e] = w[3][e] * d[e];
+            }
+            if (t < last) {
+#pragma unroll
+              for (int e = 0; e < 8; ++e) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) dw[j][e] += d[e] * x[(u + 1 + j) & 3][e];
+                if (kBias) db[e] += d[e];
+              }
+            }
+          } else if (dfinal != nullptr && t >= docs.end) {
+            add_state<Number>(complete, static_cast<const Number *>(dfinal) + docs.document * c.state_stride,
+                              t - docs.end);
+          }
+          if (t - 3 >= start) store_numbers<kBytes>(complete_dx, narrow<Pair>(complete));
+          complete_dx += dx_stride;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    reinterpret_cast<float4 *>(dweights)[e] = make_float4(dw[0][e], dw[1][e], dw[2][e], dw[3][e]);
+    if (kBias) dbias[e] = db[e];
+  }
+}
+
+// Gradient of the inputs before a document, dstate[8][3]: from its first three results, and, where it is shorter, from
+// the part of its final state that reaches back before it.
+template <typename Pair, typename Number, typename Weight, int kBytes, bool kBias, bool kSilu, bool kNormal>
+__device__ __forceinline__ void differentiate_start(const Channels &c, const Documents &docs, const char *dout,
+                                                    int64_t dout_stride, const void *dfinal, void *dstate,
+                                                    const void *weights, const void *bias, float eps) {
+  float w[4][8], b[8], x[4][8], sums[3][8];
+  load_weights<Weight>(w, weights);
+  load_bias<Weight, kBias>(b, bias);
+#pragma unroll
+  for (int d = 1; d < 4; ++d) load_past<Pair, Number, kBytes>(x[4 - d], c, docs, docs.start - d);
+#pragma unroll
+  for (int m = 0; m < 3; ++m)
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sums[m][e] = 0.f;
+  const int length = docs.end - docs.start;
+#pragma unroll
+  for (int p = 0; p < 3; ++p) {
+    if (p < length) {
+      const int64_t t = docs.start + p;
+      float d[8];
+      widen<Pair>(x[p], load_numbers<kBytes>(c.x + t * c.stride));
+      widen<Pair>(d, load_numbers<16>(dout + t * dout_stride));
+      differentiate<kSilu, kNormal>(d, w, b, x, p, eps);
+#pragma unroll
+      for (int m = p; m < 3; ++m)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sums[m][e] += w[m - p][e] * d[e];
+    }
+  }
+  if (dfinal != nullptr) {
+#pragma unroll
+    for (int m = 0; m < 3; ++m)
+      if (m >= length) add_state<Number>(sums[m], dfinal, m - length);
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+#pragma unroll
+    for (int m = 0; m < 3; ++m)
+      static_cast<Number *>(dstate)[3 * e + m] = static_cast<Number>(sums[m][e]);
+}
+
+// A thread's head, of query heads, key heads and value heads side by side. Where their number is odd, the second half
+// of the last warp repeats the last one.
+struct Head {
+  int index, in_part, heads, channel;
+
+  __device__ __forceinline__ Head(int first, int key_heads, int value_heads) {
+    index = min(first + static_cast<int>((threadIdx.x >> 4) & 1), 2 * key_heads + value_heads - 1);
+    const bool is_value = index >= 2 * key_heads;
+    heads = is_value ? value_heads : key_heads;
+    in_part = index - (is_value ? 2 * key_heads : index >= key_heads ? key_heads : 0);
+    channel = index * 128 + (threadIdx.x & 15) * 8;
+  }
+
+  // This thread's place in token 0 of q, k or v, [T, heads, 128]
+  __device__ __forceinline__ char *place(void *q, void *k, void *v, int key_heads) const {
+    void *part = index >= 2 * key_heads ? v : index >= key_heads ? k : q;
+    return static_cast<char *>(part) + (in_part * 128 + (threadIdx.x & 15) * 8) * 2;
+  }
+};
+
+template <typename Number>
+__device__ __forceinline__ Channels channels_of(const Head &head, const void *x, int64_t stride, const void *state,
+                                                int channels) {
+  const void *own = state == nullptr ? nullptr : static_cast<const Number *>(state) + 3 * head.channel;
+  return {static_cast<const char *>(x) + 2 * head.channel, 2 * stride, own, 3 * static_cast<int64_t>(channels)};
+}
+
+// Two heads from `first_head` on; pointers are to the row of the batch and its first channel, strides in numbers.
+template <typename Pair, typename Number, typename Weight, int kBytes, bool kBias, bool kSilu>
+__device__ __forceinline__ void convolve_heads(const void *x, int64_t stride, const void *weight, const void *bias,
+                                               const void *state, const int *offsets, void *q, void *k, void *v,
+                                               const void *ring, float eps, int first_head, int key_heads,
+                                               int value_heads, int first, int last, int tokens, int row,
+                                               int documents, int has_state, int is_normalised) {
+  const Head head(first_head, key_heads, value_heads);
+  const Channels c =
+      channels_of<Number>(head, x, stride, has_state ? state : nullptr, 128 * (2 * key_heads + value_heads));
+  Documents docs;
+  docs.find(offsets, documents, first, row, tokens);
+  const void *weights = static_cast<const Weight *>(weight) + 4 * head.channel;
+  const void *biases = static_cast<const Weight *>(bias) + (kBias ? head.channel : 0);
+  char *out = head.place(q, k, v, key_heads);
+  const int64_t out_stride = 256 * static_cast<int64_t>(head.heads);
+  if (is_normalised && first_head < 2 * key_heads) {
+    convolve_tile<Pair, Number, Weight, kBytes, kBias, kSilu, true>(c, docs, out, out_stride, weights, biases, eps,
+                                                                    first, last, ring);
+  } else {
+    convolve_tile<Pair, Number, Weight, kBytes, kBias, kSilu, false>(c, docs, out, out_stride, weights, biases, eps,
+                                                                     first, last, ring);
+  }
+}
+
+template <typename Pair, typename Number, typename Weight, int kBytes, bool kBias, bool kSilu>
+__device__ __forceinline__ void convolve_heads_backward(
+    const void *x, int64_t stride, const void *weight, const void *bias, const void *state, const int *offsets,
+    const void *dq, const void *dk, const void *dv, const void *dfinal, void *dx, int64_t dx_stride, float *dweight,
+    float *dbias, const void *ring, float eps, int first_head, int key_heads, int value_heads,
+    int first, int last, int tokens, int row, int documents, int has_state, int has_dfinal, int is_normalised) {
+  const Head head(first_head, key_heads, value_heads);
+  const Channels c =
+      channels_of<Number>(head, x, stride, has_state ? state : nullptr, 128 * (2 * key_heads + value_heads));
+  Documents docs;
+  docs.find(offsets, documents, first, row, tokens);
+  const void *weights = static_cast<const Weight *>(weight) + 4 * head.channel;
+  const void *biases = static_cast<const Weight *>(bias) + (kBias ? head.channel : 0);
+  const char *dout = head.place(const_cast<void *>(dq), const_cast<void *>(dk), const_cast<void *>(dv), key_heads);
+  const int64_t dout_stride = 256 * static_cast<int64_t>(head.heads);
+  const void *own_dfinal = has_dfinal ? static_cast<const Number *>(dfinal) + 3 * head.channel : nullptr;
+  char *own_dx = static_cast<char *>(dx) + 2 * head.channel;
+  dweight += 4 * head.channel;
+  dbias += kBias ? head.channel : 0;
+  if (is_normalised && first_head < 2 * key_heads) {
+    convolve_tile_backward<Pair, Number, Weight, kBytes, kBias, kSilu, true>(
+        c, docs, dout, dout_stride, own_dfinal, own_dx, 2 * dx_stride, dweight, dbias, weights, biases, eps, first,
+        last, tokens, ring);
+  } else {
+    convolve_tile_backward<Pair, Number, Weight, kBytes, kBias, kSilu, false>(
+        c, docs, dout, dout_stride, own_dfinal, own_dx, 2 * dx_stride, dweight, dbias, weights, biases, eps, first,
+        last, tokens, ring);
+  }
+}
+
+template <typename Pair, typename Number, typename Weight, int kBytes, bool kBias, bool kSilu>
+__device__ __forceinline__ void differentiate_state(const void *x, int64_t stride, const void *weight,
+                                                    const void *bias, const void *state, const int *offsets,
+                                                    const void *dq, const void *dk, const void *dv, const void *dfinal,
+                                                    void *dstate, float eps, int first_head, int key_heads,
+                                                    int value_heads, int tokens, int document, int is_packed,
+                                                    int has_dfinal, int is_normalised) {
+  const Head head(first_head, key_heads, value_heads);
+  const int channels = 128 * (2 * key_heads + value_heads);
+  const Channels c = channels_of<Number>(head, x, stride, state, channels);
+  Documents docs;
+  docs.document = document;
+  docs.is_there = true;
+  docs.start = is_packed ? offsets[document] : 0;
+  docs.end = is_packed ? offsets[document + 1] : tokens;
+  const void *weights = static_cast<const Weight *>(weight) + 4 * head.channel;
+  const void *biases = static_cast<const Weight *>(bias) + (kBias ? head.channel : 0);
+  const char *dout = head.place(const_cast<void *>(dq), const_cast<void *>(dk), const_cast<void *>(dv), key_heads);
+  const int64_t dout_stride = 256 * static_cast<int64_t>(head.heads);
+  const int64_t place = document * c.state_stride + 3 * head.channel;
+  const void *own_dfinal = has_dfinal ? static_cast<const Number *>(dfinal) + place : nullptr;
+  void *own_dstate = static_cast<Number *>(dstate) + place;
+  if (is_normalised && first_head < 2 * key_heads) {
+    differentiate_start<Pair, Number, Weight, kBytes, kBias, kSilu, true>(c, docs, dout, dout_stride, own_dfinal,
+                                                                          own_dstate, weights, biases, eps);
+  } else {
+    differentiate_start<Pair, Number, Weight, kBytes, kBias, kSilu, false>(c, docs, dout, dout_stride, own_dfinal,
+                                                                           own_dstate, weights, biases, eps);
+  }
+}
+
+// The gates lie behind the other channels of a token: logits of beta, then what softplus takes.
+struct Gates {
+  char *logits;
+  int64_t token_stride, row_stride;  // bytes
+  const float *A_log, *dt_bias;
+  const int *offsets;
+  int documents, heads, tokens, rows;
+
+  // Where token `index` of the flattened batch has its logit for a head
+  template <typename Number> __device__ __forceinline__ Number *place(int index, int head) const {
+    const int row = rows == 1 ? 0 : index / tokens;
+    return reinterpret_cast<Number *>(logits + (index - row * tokens) * token_stride + row * row_stride) + head;
+  }
+  __device__ __forceinline__ bool is_there(int index) const { return documents == 0 || index < offsets[documents]; }
+};
+
+__device__ __forceinline__ Gates gates_of(const void *projected, int64_t token_stride, int64_t row_stride,
+                                          const float *A_log, const float *dt_bias, const int *offsets, int key_heads,
+                                          int value_heads, int documents, int tokens, int rows) {
+  char *logits = const_cast<char *>(static_cast<const char *>(projected)) + 512 * (key_heads + value_heads);
+  return {logits, 2 * token_stride, 2 * row_stride, A_log, dt_bias, offsets, documents, value_heads, tokens, rows};
+}
+
+// As exact for small values as for large ones.
+__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(__expf(-fabsf(x))); }
+
+// g = -exp(A_log) softplus(alpha + dt_bias) and beta = sigmoid(logit), for tokens first <= t < last of the flattened
+// batch; a thread a head, eight tokens on their way at a time.
+template <typename Number>
+__device__ __forceinline__ void make_gates(const void *projected, int64_t token_stride, int64_t row_stride,
+                                           const float *A_log, const float *dt_bias, const int *offsets, float *g,
+                                           float *beta, int key_heads, int value_heads, int documents, int tokens,
+                                           int rows, int first, int last) {
+  const Gates p = gates_of(projected, token_stride, row_stride, A_log, dt_bias, offsets, key_heads, value_heads,
+                           documents, tokens, rows);
+  for (int head = threadIdx.x & 31; head < p.heads; head += 32) {
+    const float rate = -__expf(p.A_log[head]), shift = p.dt_bias[head];
+    for (int n = first; n < last; n += 8) {
+      Number logit[8], alpha[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (n + i < last) {
+          const Number *place = p.place<Number>(n + i, head);
+          logit[i] = place[0];
+          alpha[i] = place[p.heads];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (n + i < last) {
+          const bool is_there = p.is_there(n + i);
+          const int64_t place = static_cast<int64_t>(n + i) * p.heads + head;
+          beta[place] = is_there ? sigmoid(to_float(logit[i])) : 0.f;
+          g[place] = is_there ? rate * softplus(to_float(alpha[i]) + shift) : 0.f;
+        }
+      }
+    }
+  }
+}
+
+// Gradients of the logits and of alpha into `dprojected`, sums over the tokens into sums[2][heads]: of A_log, dt_bias.
+template <typename Number>
+__device__ __forceinline__ void differentiate_gates(const void *projected, int64_t token_stride, int64_t row_stride,
+                                                    const float *A_log, const float *dt_bias, const int *offsets,
+                                                    const float *dg, const float *dbeta, void *dprojected,
+                                                    int64_t dtoken_stride, int64_t drow_stride, float *sums,
+                                                    int key_heads, int value_heads, int documents, int tokens,
+                                                    int rows, int first, int last) {
+  const Gates p = gates_of(projected, token_stride, row_stride, A_log, dt_bias, offsets, key_heads, value_heads,
+                           documents, tokens, rows);
+  const Gates out = gates_of(dprojected, dtoken_stride, drow_stride, A_log, dt_bias, offsets, key_heads, value_heads,
+                             documents, tokens, rows);
+  for (int head = threadIdx.x & 31; head < p.heads; head += 32) {
+    const float rate = -__expf(p.A_log[head]), shift = p.dt_bias[head];
+    float sum_A = 0.f, sum_dt = 0.f;
+    for (int n = first; n < last; n += 4) {
+      Number logit[4], alpha[4];
+      float from_g[4], from_beta[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n + i < last) {
+          const Number *place = p.place<Number>(n + i, head);
+          logit[i] = place[0];
+          alpha[i] = place[p.heads];
+          const int64_t gate = static_cast<int64_t>(n + i) * p.heads + head;
+          from_g[i] = dg[gate];
+          from_beta[i] = dbeta[gate];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n + i < last) {
+          float dlogit = 0.f, dalpha = 0.f;
+          if (p.is_there(n + i)) {
+            const float x = to_float(alpha[i]) + shift, b = sigmoid(to_float(logit[i]));
+            dlogit = from_beta[i] * b * (1.f - b);
+            dalpha = from_g[i] * rate * sigmoid(x);
+            sum_A += from_g[i] * rate * softplus(x);
+            sum_dt += dalpha;
+          }
+          Number *place = out.place<Number>(n + i, head);
+          place[0] = static_cast<Number>(dlogit);
+          place[p.heads] = static_cast<Number>(dalpha);
+        }
+      }
+    }
+    sums[head] = sum_A;
+    sums[p.heads + head] = sum_dt;
+  }
+}
+
+}  // namespace qla
+""".replace("QLA_FORWARD_RING", str(FORWARD_RING)).replace("QLA_BACKWARD_RING", str(BACKWARD_RING))
+)
