@@ -1,11 +1,14 @@
-"""What is hung into Megatron's training loop: progress, evaluation on the same sequences each time, gradient norms.
+"""What is hung into Megatron's training loop: progress, evaluation on the same sequences each time, gradient norms, the
+guard.
 
 Megatron's loop calls a handful of functions of its own module by name (training_log, evaluate_and_print_results, ...).
 They are replaced for one run; the loop itself is Megatron's.
 """
 
 import contextlib
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +16,10 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training import training
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
-from megatron.training.global_vars import get_args, get_tensorboard_writer
+from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
 from qla_megatron.recipes.grad_norms import module_grad_norms
+from qla_megatron.recipes.guard import Guard
 from qla_megatron.recipes.progress import Progress
 from qla_megatron.recipes.recipe import Recipe
 
@@ -23,9 +27,12 @@ from qla_megatron.recipes.recipe import Recipe
 class Hooks:
     """The replacements, sharing a Progress and the held-out data set (set by the data provider)."""
 
-    def __init__(self, recipe: Recipe, progress: Progress) -> None:
-        self.recipe, self.progress = recipe, progress
+    def __init__(self, recipe: Recipe, progress: Progress, loaded_run: Path | None) -> None:
+        """`loaded_run`: the folder of the run whose checkpoint is loaded, None without one."""
+        self.recipe, self.progress, self.loaded_run = recipe, progress, loaded_run
+        self.guard = Guard(recipe, progress)
         self.held_out: Any = None
+        self.first_step: int | None = None
         self.evaluated_at: int | None = None
         self.saved_at: int | None = None
         self.original = {name: getattr(training, name) for name in REPLACED}
@@ -52,6 +59,9 @@ class Hooks:
             self.evaluate_and_print_results("start", forward_step, rest[3], model, args.iteration, None, config)
             if hooked:
                 training.enable_forward_pre_hook(model)
+        self.first_step = args.iteration + 1
+        self.guard.expect(self.loaded_run, args.iteration)
+        self.progress.publish = publish
         self.progress.start(args.iteration)
         return self.original["train"](forward_step, model, *rest, **keywords)
 
@@ -60,7 +70,12 @@ class Hooks:
         report_memory_flag: Any, skipped_iter: Any, grad_norm: Any, *rest: Any, **keywords: Any,
     ) -> Any:  # fmt: skip
         """Record the step's own loss; Megatron goes on to write its log file and TensorBoard."""
-        self.progress.step(iteration, loss_dict.get("lm loss"), learning_rate, grad_norm)
+        loss, attended = loss_dict.get("lm loss"), loss_dict.pop("attended", None)
+        if iteration % self.recipe.train.log_every == 0:
+            self.progress.memory_gib = peak_memory_gib()
+        self.progress.step(iteration, loss, learning_rate, grad_norm, attended)
+        if iteration == self.first_step:
+            self.guard.check_first_loss(iteration, loss)
         return self.original["training_log"](
             loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
             grad_norm, *rest, **keywords,
@@ -87,14 +102,13 @@ class Hooks:
         if loss is not None:
             self.progress.flush()
             self.progress.held_out(iteration, loss)
-            writer = get_tensorboard_writer()
-            if writer:
-                writer.add_scalar("held-out loss", loss, iteration)
+            publish({"held-out loss": loss}, iteration)
         if self.recipe.train.evaluate_without_mixers and iteration == self.recipe.train.steps:
             with mixers_off(model):
                 loss = held_out_loss()
             if loss is not None:
                 self.progress.held_out(iteration, loss, without_mixers=True)
+        self.guard.micro_losses.clear()
         self.progress.restart_clock()
 
     def save_checkpoint_and_time(self, iteration: int, *rest: Any, **keywords: Any) -> None:
@@ -109,10 +123,12 @@ class Hooks:
         """Reduce the gradients, then look at them, before they are clipped."""
         self.original["finalize_model_grads"](model, *rest, **keywords)
         step = get_args().curr_iteration + 1
+        self.guard.check_step(model, step)
         if self.recipe.train.log_module_grad_norms and step % self.recipe.train.log_every == 0:
             norms = module_grad_norms(model)
             if norms:
                 self.progress.module_grad_norms(step, norms)
+                publish({f"grad-norm/{name}": norm for name, norm in norms.items()}, step)
 
     def _fresh(self, like: Any) -> Any:
         """An iterator over the held-out data set from its beginning, one for each model chunk as Megatron's own."""
@@ -123,6 +139,28 @@ class Hooks:
 
 
 REPLACED = ("train", "training_log", "evaluate_and_print_results", "save_checkpoint_and_time", "finalize_model_grads")
+
+
+def publish(values: dict[str, float], step: int) -> None:
+    """Write to TensorBoard and to Weights & Biases, on the rank where Megatron opened them."""
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+    if wandb:
+        wandb.log(values, step)
+
+
+def peak_memory_gib() -> float:
+    """The most memory that a process of the run has had in use, GiB: of its GPU as torch counts it, or on a CPU its
+    resident set. A collective of all processes."""
+    if torch.cuda.is_available():
+        used = torch.cuda.max_memory_allocated() / 2**30
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    most = torch.tensor(used, dtype=torch.float32, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return float(most)
 
 
 @contextlib.contextmanager

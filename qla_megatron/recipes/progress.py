@@ -7,22 +7,36 @@ compared with another run's.
 log.jsonl, one object a line, by its keys:
   {"start": step, ...}                            a process group started or resumed here
   {"step", "loss", "tokens", "seconds", "lr", "grad_norm"}   one optimizer step; tokens counts slots, padding included
+  {"step", "tokens_per_s", "mfu", "memory_gib", "attended"}  of the steps since the last such record: speed of all
+                                                  processes; share of the GPUs' peak by the model's FLOPs (flops.py;
+                                                  null on a CPU); most memory of a process so far; tokens that a
+                                                  token sees in full attention, in the mean
   {"step", "held_out_loss"}, {"step", "held_out_loss_without_mixers"}
   {"step", "module_grad_norms": {name: norm}}     before clipping
   {"step", "saved"}                               path of a checkpoint
+  {"step", "not_finite": {"micro_batches": {rank: [number]}, "modules": [name]}}   where a guard found losses and
+                                                  gradients that are not finite
+  {"step", "warning"}                             what a guard let pass
 """
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from qla_megatron.recipes.flops import PEAK_BF16_FLOPS, flops_at
 from qla_megatron.recipes.recipe import Recipe
+
+
+class RunStoppedError(RuntimeError):
+    """A guard (guard.py) stops the run, on all processes; the text says why and what to do."""
 
 
 def read_log(folder: Path) -> dict[str, dict[int, Any]]:
     """The log of a run folder: for each kind of record, step -> record. Of a step done twice, the later record."""
-    kinds = ("held_out_loss", "held_out_loss_without_mixers", "module_grad_norms", "saved", "loss")
+    kinds = ["held_out_loss", "held_out_loss_without_mixers", "module_grad_norms", "saved", "loss", "tokens_per_s"]
+    kinds += ["not_finite", "warning"]
     found: dict[str, dict[int, Any]] = {kind: {} for kind in kinds}
     for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -36,13 +50,16 @@ class Progress:
     """Records and prints, on the one rank that knows the loss; the others call it and nothing happens."""
 
     def __init__(self, recipe: Recipe, folder: Path, terminal: TextIO, *, speaks: bool) -> None:
-        self.train, self.folder, self.terminal = recipe.train, folder, terminal
+        self.recipe, self.train, self.folder, self.terminal = recipe, recipe.train, folder, terminal
         self.tokens_per_step = recipe.train.global_batch * recipe.data.sequence_length
         self.speaks = speaks
         self.file = (folder / "log.jsonl").open("a", encoding="utf-8") if speaks else None
         self.waiting: list[dict[str, Any]] = []  # steps whose loss may still be on its way from the device
+        self.attended: list[Any] = []  # for each of them, the mean number of tokens that a token sees
         self.since = self.last = time.perf_counter()
         self.step_now = 0
+        self.memory_gib: float | None = None
+        self.publish: Callable[[dict[str, float], int], None] | None = None
 
     def say(self, text: str) -> None:
         if self.speaks:
@@ -64,14 +81,15 @@ class Progress:
         self.flush()
         self.since = self.last = time.perf_counter()
 
-    def step(self, step: int, loss: Any, lr: float | None, grad_norm: Any) -> None:
-        """One optimizer step is done. `loss` and `grad_norm` may be device tensors: they are read when flushed."""
+    def step(self, step: int, loss: Any, lr: float | None, grad_norm: Any, attended: Any = None) -> None:
+        """One optimizer step is done. Tensors may still be on their way from the device: they are read when flushed."""
         now = time.perf_counter()
         self.step_now = step
         if self.speaks:
             self.waiting.append(
                 {"step": step, "loss": loss, "seconds": now - self.last, "lr": lr, "grad_norm": grad_norm}
             )
+            self.attended.append(attended)
         self.last = now
         if step % self.train.log_every == 0 or step == self.train.steps:
             self.flush()
@@ -86,13 +104,29 @@ class Progress:
             self.record(**entry)
         rate = len(self.waiting) / max(time.perf_counter() - self.since, 1e-9)  # steps a second, the device included
         last = self.waiting[-1]
+        speed = self._speed(rate * self.tokens_per_step)
+        self.record(step=last["step"], **speed)
+        if self.publish is not None:
+            names = {name.replace("_", "-"): value for name, value in speed.items() if value is not None}
+            self.publish(names, last["step"])
+        mfu = "" if speed["mfu"] is None else f"  MFU {speed['mfu']:.1%}"
         self.say(
             f"{self._where(last['step'])}  loss {last['loss']:.4f}  lr {last['lr'] or 0:.2e}  grad norm "
-            f"{last['grad_norm'] or 0:.3f}  {_thousands(rate * self.tokens_per_step)} tokens/s  "
+            f"{last['grad_norm'] or 0:.3f}  {_thousands(speed['tokens_per_s'] or 0)} tokens/s{mfu}  "
             f"{_duration((self.train.steps - last['step']) / rate)} left"
         )
-        self.waiting = []
+        self.waiting, self.attended = [], []
         self.since = time.perf_counter()
+
+    def _speed(self, tokens_per_s: float) -> dict[str, float | None]:
+        """What the log says of speed; see the top of the file."""
+        known = [float(one) for one in self.attended if one is not None]
+        attended = sum(known) / len(known) if known else None
+        p, mfu = self.recipe.parallel, None
+        if attended is not None and p.device in PEAK_BF16_FLOPS:
+            flops = flops_at(self.recipe.model, attended).total * tokens_per_s
+            mfu = flops / (p.gpus * PEAK_BF16_FLOPS[p.device])
+        return {"tokens_per_s": tokens_per_s, "mfu": mfu, "memory_gib": self.memory_gib, "attended": attended}
 
     def held_out(self, step: int, loss: float, *, without_mixers: bool = False) -> None:
         """An evaluation is done."""

@@ -2,9 +2,9 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from qla_megatron.recipes import build, upstream
 from qla_megatron.recipes.checks import RecipeError, alignment
-from qla_megatron.recipes.progress import Progress
+from qla_megatron.recipes.progress import Progress, RunStoppedError
 from qla_megatron.recipes.recipe import Recipe
 
 
@@ -24,10 +24,13 @@ def train(recipe: Recipe, name: str, *, rank: int, world: int) -> None:
     recipe.yaml, log.jsonl (progress.py), megatron.rank*.log, checkpoints/, and tensorboard/ where it is asked for.
 
     Raises:
-        RecipeError: another run is under way in the folder, or there is too little data.
+        RecipeError: another run is under way in the folder, there is too little data, or a package is missing.
         RuntimeError: model-parallel groups exist already, which Megatron would take in place of the recipe's.
-        SystemExit: Megatron left with an exit code other than 0; its log says why.
+        SystemExit: Megatron left with an exit code other than 0; its log says why. 3: a guard (guard.py) stopped the
+            run, and said why.
     """
+    if recipe.train.wandb and importlib.util.find_spec("wandb") is None:
+        raise RecipeError(f"train.wandb={recipe.train.wandb} needs the package wandb, which is not installed here.")
     folder = build.run_folder(recipe, name)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder) if rank == 0 else contextlib.nullcontext():
@@ -39,7 +42,7 @@ def _train_in(folder: Path, recipe: Recipe, name: str, *, rank: int, world: int)
         (folder / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)), encoding="utf-8")
     upstream.quiet_imports()
     progress = Progress(recipe, folder, sys.stdout, speaks=rank == world - 1)
-    stopped, had_group = None, torch.distributed.is_initialized()
+    stopped, exit_code, had_group = None, 0, torch.distributed.is_initialized()
     with _megatron_output_in(folder / f"megatron.rank{rank}.log"):
         if recipe.parallel.device == "cpu":
             from qla_megatron.testing.platform import use_cpu
@@ -56,10 +59,15 @@ def _train_in(folder: Path, recipe: Recipe, name: str, *, rank: int, world: int)
                 )
                 raise
             stopped = "Stopped"
+        except RunStoppedError as stop:
+            progress.say(f"error: {stop}")
+            stopped, exit_code = "Stopped", 3
     progress.flush()
     _say_goodbye(recipe, name, progress, hooks, stopped or "Finished")
     if not had_group and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
 def _start(recipe: Recipe, name: str, progress: Progress) -> Any:
@@ -69,7 +77,11 @@ def _start(recipe: Recipe, name: str, progress: Progress) -> Any:
 
     sys.argv[1:] = build.megatron_flags(recipe, name)
     parse_and_validate_args()
-    return Hooks(recipe, progress)
+    own = build.run_folder(recipe, name)
+    loaded = own if build.has_checkpoint(own / "checkpoints") else None
+    if loaded is None and recipe.checkpoint.load is not None:
+        loaded = Path(recipe.checkpoint.load).parent
+    return Hooks(recipe, progress, loaded)
 
 
 def _pretrain(recipe: Recipe, hooks: Any) -> None:
@@ -83,7 +95,7 @@ def _pretrain(recipe: Recipe, hooks: Any) -> None:
     args = get_args()
     container = pretrain_cfg_container_from_args(args, build.model_config(recipe, args))
     with hooks.installed():
-        pretrain(container, data_provider(recipe, hooks), ModelType.encoder_or_decoder, forward_step(recipe))
+        pretrain(container, data_provider(recipe, hooks), ModelType.encoder_or_decoder, forward_step(recipe, hooks))
 
 
 def data_provider(recipe: Recipe, hooks: Any) -> Any:
@@ -110,6 +122,7 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
             training, held_out, _ = builder.build()
         except ValueError as error:  # too little data: told by every process that reads it
             raise RecipeError(f"data.paths: {error}") from error
+        hooks.guard.training = training
         hooks.held_out = held_out if recipe.train.evaluate_sequences else None
         args.consumed_valid_samples = 0  # hooks.py reads from the beginning; Megatron would go on, and run out
         return training, hooks.held_out, None
@@ -118,8 +131,8 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
     return provide
 
 
-def forward_step(recipe: Recipe) -> Any:
-    """Megatron's forward step: the next packed sequence through the model."""
+def forward_step(recipe: Recipe, hooks: Any) -> Any:
+    """Megatron's forward step: the next packed sequence through the model. The guard keeps what the losses are."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model
 
@@ -143,22 +156,29 @@ def forward_step(recipe: Recipe) -> Any:
             batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=batch.packed_seq_params, **extra
         )
         assert batch.packed_seq_params is not None  # every stage gets the offsets of a packed batch
-        return losses, partial(token_loss, mask, batch.packed_seq_params.cu_seqlens_q, is_chunked)
+        offsets = batch.packed_seq_params.cu_seqlens_q
+
+        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            result = token_loss(mask, offsets, losses, is_masked=is_chunked)
+            hooks.guard.micro_losses.append(result[2]["lm loss"])
+            return result
+
+        return losses, loss
 
     return step
 
 
 def token_loss(
-    loss_mask: torch.Tensor | None, offsets: torch.Tensor, is_masked: bool, losses: torch.Tensor
+    loss_mask: torch.Tensor | None, offsets: torch.Tensor, losses: torch.Tensor, *, is_masked: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Megatron's per-token loss: (sum over unmasked tokens, their number, what to report).
 
     Args:
         loss_mask: [B, T] float32, 0 where there is nothing to predict.
         offsets: [N + 1], of the documents.
+        losses: [B, T] cross entropy, nats.
         is_masked: whether the losses are 0 already where the mask is. They are then summed and nothing else, which
             the chunked loss relies on.
-        losses: [B, T] cross entropy, nats.
 
     Returns:
         The report's entries are pairs, whose sums over all micro-batches Megatron divides: "lm loss", and "attended",
