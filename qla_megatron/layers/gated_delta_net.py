@@ -3,8 +3,12 @@
 The way of a tensor, with tensor parallel size t, context parallel size c, sequence parallelism on:
 
     hidden [T / (t c), B, D] -> in_proj, which gathers the sequence [T / c, B, P / t] -> head exchange [T, B, P / (t c)]
-    -> query, key, value, z, beta, alpha -> convolution with SiLU over query, key, value -> gates
-    -> gated delta rule [B, T, HV / (t c), V] -> gated RMSNorm -> exchange back -> out_proj [T / (t c), B, D]
+    -> convolution with SiLU over query, key, value, l2 norm of query and key, gates from beta and alpha
+    -> gated delta rule [B, T, HV / (t c), V] -> RMSNorm gated by z -> exchange back -> out_proj [T / (t c), B, D]
+
+On CUDA, one kernel makes what the rule takes, one gates and normalises what it returns. Both read in_proj's output in
+place, and their backward passes write its gradient in place: between the projections, nothing else is saved but what
+the rule saves.
 
 The formulas are those of Hugging Face's Qwen3.5 (transformers 5.24, models/qwen3_next) and of Megatron's own layer.
 """
@@ -28,7 +32,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from qla_megatron.kernels.causal_conv1d import causal_conv1d
+from qla_megatron.kernels.causal_conv1d import convolve_projection
 from qla_megatron.kernels.checks import check_choice
 from qla_megatron.kernels.gated_delta_rule import chunk_gated_delta_rule
 from qla_megatron.kernels.gated_delta_rule.chunked import BACKENDS
@@ -63,13 +67,13 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         bias: biases in in_proj and out_proj.
         conv_bias: a bias in the convolution.
         conv_init: convolution weights start uniform in +-conv_init; None: +-1/sqrt(width), as torch's Conv1d.
-        use_qk_l2norm: normalise queries and keys to length 1 (inside the rule).
+        use_qk_l2norm: normalise queries and keys to length 1.
         A_init_range: exp(A_log) starts uniform in this range; None: the config's `gdn_A_init_range`, else (1, 16).
         pg_collection: process groups; `tp` and `cp` are used.
         name: name of the module instance, passed down to the projections.
         cp_comm_type, pp_layer_offset: taken because Megatron's TransformerLayer passes them; without effect.
-        backend: of the gated delta rule: "auto", "tilelang" or "reference"; None: the config's `gdn_backend`, else
-            "auto".
+        backend: of convolution, gated delta rule and norm: "auto", "tilelang" or "reference"; None: the config's
+            `gdn_backend`, else "auto".
 
     Raises:
         ValueError: heads that do not divide by the parallel sizes, a size that is missing, a bad range, an unknown
@@ -307,30 +311,39 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
 
         projected, _ = self.in_proj(hidden_states)
         projected = to_head_shards(projected, self.in_proj_split_sections, self.pg_collection.cp, cu_seqlens)
-        qkv, z, beta, alpha = projected.transpose(0, 1).split(self.feat_dim_split, dim=-1)
 
         weight, bias, A_log, dt_bias = self._parameters_of_this_rank()
-        qkv, _ = causal_conv1d(qkv, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
-        query, key, value = qkv.split(self.sizes_local.convolution, dim=-1)
-        g, beta = self._compute_g_and_beta(A_log, dt_bias, alpha, beta)
+        inputs = convolve_projection(
+            projected,
+            weight,
+            bias,
+            A_log,
+            dt_bias,
+            key_heads=self.sizes_local.key_heads,
+            value_heads=self.sizes_local.value_heads,
+            value_dim=self.value_head_dim,
+            use_qk_l2norm=self.use_qk_l2norm,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
         mixed, _ = self.gated_delta_rule(
-            query.unflatten(-1, (-1, self.key_head_dim)),
-            key.unflatten(-1, (-1, self.key_head_dim)),
-            value.unflatten(-1, (-1, self.value_head_dim)),
-            g=g,
-            beta=beta,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            g=inputs.g,
+            beta=inputs.beta,
             initial_state=None,
             output_final_state=False,
-            use_qk_l2norm_in_kernel=self.use_qk_l2norm,
+            use_qk_l2norm_in_kernel=False,
             cu_seqlens=cu_seqlens,
         )
 
-        gate = z.unflatten(-1, (-1, self.value_head_dim))
-        normalise = partial(self._normalise_and_exchange, cu_seqlens=cu_seqlens)
+        normalise = partial(self._normalise_and_exchange, cu_seqlens=cu_seqlens, room_column=inputs.room_column)
         if not self.recompute_norm_out:
-            return self.out_proj(normalise(mixed, gate))
+            return self.out_proj(normalise(mixed, inputs.gate, inputs.room))
         self.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
-        out, out_bias = self.out_proj(self.norm_out_checkpoint.checkpoint(normalise, mixed, gate))
+        normed = self.norm_out_checkpoint.checkpoint(normalise, mixed, inputs.gate, inputs.room)
+        out, out_bias = self.out_proj(normed)
         self.norm_out_checkpoint.discard_output_and_register_recompute(out)
         return out, out_bias
 
@@ -345,13 +358,9 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             slice_sections(self.dt_bias, heads, group),
         )
 
-    def _compute_g_and_beta(self, A_log: Tensor, dt_bias: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """g = -exp(A_log) softplus(alpha + dt_bias) and sigmoid(beta), both [B, T, HV] in float32 (or float64)."""
-        wide = torch.promote_types(alpha.dtype, torch.float32)
-        g = -A_log.to(wide).exp() * torch.nn.functional.softplus(alpha.to(wide) + dt_bias.to(wide))
-        return g, beta.to(wide).sigmoid()
-
-    def _normalise_and_exchange(self, mixed: Tensor, gate: Tensor, *, cu_seqlens: Tensor | None) -> Tensor:
+    def _normalise_and_exchange(
+        self, mixed: Tensor, gate: Tensor, room: Tensor | None, *, cu_seqlens: Tensor | None, room_column: int
+    ) -> Tensor:
         """Gated RMSNorm over each value head, then sequence first: [B, T, HV, V] -> [T / CP, B, HV CP V]."""
         normed = gated_rms_norm(
             mixed,
@@ -359,6 +368,9 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             self._norm_weight(),
             self.config.layernorm_epsilon,
             zero_centered=self.config.layernorm_zero_centered_gamma,
+            room=room,
+            room_column=room_column,
+            backend=self.backend,
         )
         return to_sequence_shards(normed.flatten(2).transpose(0, 1), self.pg_collection.cp, cu_seqlens).contiguous()
 

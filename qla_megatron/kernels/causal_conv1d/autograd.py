@@ -143,7 +143,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         projected.new_zeros(shape, dtype=dtype) if d is None else d
         for d, shape, dtype in zip(results, ctx.shapes, dtypes, strict=True)
     ]
-    dprojected = torch.empty_like(projected) if droom is None else droom
+    dprojected = torch.empty_like(projected) if droom is None else droom.contiguous()
     if droom is None and A_log is not None:
         channels, z = weight.shape[0], ctx.settings[1] * HEAD_DIM
         dprojected[..., channels : channels + z] = 0
