@@ -101,9 +101,9 @@ class PackedDataset(MegatronDataset):
     is a function of (seed, epoch) and of the index alone: sample i is the same in every process and after every
     restart. Documents of one token or none have nothing to predict and are left out.
 
-    Memory, a process: 8 bytes a document, and for the epoch at hand, built when its first sample is read, 12 more and 8
-    a sample (0.3 s for a million documents). Jumping between epochs builds it each time, so read samples in order, as
-    Megatron's dataloader type "single" does.
+    Memory, a process: 8 bytes a document, and for each of the two epochs read last, built when its first sample is
+    read, 12 more and 8 a sample (0.3 s for a million documents). Jumping between more epochs builds them each time, so
+    read samples in order, as Megatron's dataloader type "single" does.
 
     Args:
         dataset: the documents, one a sequence.
@@ -146,7 +146,7 @@ class PackedDataset(MegatronDataset):
             )
         epochs = 1 if num_samples is None else -(-num_samples // self.samples_per_epoch) if num_samples else 0
         self.size = epochs * self.samples_per_epoch
-        self._built: tuple[int, Epoch] | None = None
+        self._built: dict[int, Epoch] = {}
 
     numel_low_level_dataset = staticmethod(GPTDataset.numel_low_level_dataset)
     build_low_level_dataset = staticmethod(GPTDataset.build_low_level_dataset)
@@ -164,26 +164,44 @@ class PackedDataset(MegatronDataset):
 
         Raises:
             IndexError: `idx` is outside `[0, len(self))`.
-        ValueError: a token id is not in the model's vocabulary.
+            ValueError: a token id is not in the model's vocabulary.
         """
-        number = 0 if idx is None else int(idx)
-        if not 0 <= number < self.size:
-            raise IndexError(f"idx must be in [0, {self.size}), got {idx}")
-        epoch, position = divmod(number, self.samples_per_epoch)
+        epoch, position = divmod(self._checked(0 if idx is None else idx), self.samples_per_epoch)
         sample = self._window(self.epoch(epoch), position)
         if idx is None:
             sample["loss_mask"].zero_()
         return sample
 
+    def _checked(self, idx: int) -> int:
+        if not 0 <= int(idx) < self.size:
+            raise IndexError(f"idx must be in [0, {self.size}), got {idx}")
+        return int(idx)
+
     def epoch(self, number: int) -> Epoch:
-        """The order of epoch `number`, kept until another one is asked for."""
-        if self._built is None or self._built[0] != number:
+        """The order of epoch `number`. The last two are kept: a step's samples may lie in both."""
+        if number not in self._built:
             # RandomState's streams are frozen by numpy's policy; the newer Generator's may change between versions.
             random = np.random.RandomState([self.config.random_seed, number])
             order = random.permutation(len(self.documents)).astype(np.int32)
             ends = np.cumsum(padded_lengths(self.lengths[order], self.config.align))
-            self._built = number, Epoch(order, ends, random.permutation(self.samples_per_epoch))
-        return self._built[1]
+            self._built = dict(list(self._built.items())[-1:])
+            self._built[number] = Epoch(order, ends, random.permutation(self.samples_per_epoch))
+        return self._built[number]
+
+    def document_lengths(self, idx: int) -> np.ndarray:
+        """Lengths of the pieces of sample `idx`, padding included, int64: the differences of its `cu_seqlens`, without
+        reading tokens."""
+        number, position = divmod(self._checked(idx), self.samples_per_epoch)
+        epoch, S = self.epoch(number), self.config.sequence_length
+        begin = int(epoch.windows[position]) * S
+        first, last = np.searchsorted(epoch.ends, [begin, begin + S], side="right")
+        offsets = epoch.ends[first:last] - begin
+        left = S - (int(offsets[-1]) if last > first else 0)
+        if begin + S > epoch.ends[-1]:  # the filling at the end of the epoch
+            rest = np.full(left // self.config.align, self.config.align)
+        else:
+            rest = np.full(min(left, 1), left)
+        return np.concatenate([np.diff(offsets, prepend=0), rest])
 
     def _window(self, epoch: Epoch, position: int) -> dict[str, torch.Tensor]:
         S, align = self.config.sequence_length, self.config.align

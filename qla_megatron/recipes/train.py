@@ -105,6 +105,7 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
     from megatron.training import get_args, get_tokenizer
     from megatron.training.utils import get_blend_and_blend_per_split
 
+    from qla_megatron.data.balance import BalancedDataset
     from qla_megatron.data.packed import PackedDataset, PackedDatasetConfig
 
     def provide(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -122,6 +123,13 @@ def data_provider(recipe: Recipe, hooks: Any) -> Any:
             training, held_out, _ = builder.build()
         except ValueError as error:  # too little data: told by every process that reads it
             raise RecipeError(f"data.paths: {error}") from error
+        if recipe.data.balance and recipe.parallel.data > 1 and training is not None:
+            training = BalancedDataset(
+                training,
+                ranks=recipe.parallel.data,
+                block=recipe.train.global_batch,
+                origin=args.consumed_train_samples,
+            )
         hooks.guard.training = training
         hooks.held_out = held_out if recipe.train.evaluate_sequences else None
         args.consumed_valid_samples = 0  # hooks.py reads from the beginning; Megatron would go on, and run out
