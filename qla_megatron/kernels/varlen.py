@@ -28,6 +28,11 @@ def token_places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return document, index - cu_seqlens[document]
 
 
+def row_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
+    """[B+1] int32 offsets of the rows of a dense batch, as documents of the flattened tokens."""
+    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+
+
 def document_offsets(
     batch: int, tokens: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> tuple[int, ...]:

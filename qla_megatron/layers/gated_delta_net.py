@@ -32,10 +32,10 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from qla_megatron.kernels.backend import BACKENDS
 from qla_megatron.kernels.causal_conv1d import convolve_projection
 from qla_megatron.kernels.checks import check_choice
 from qla_megatron.kernels.gated_delta_rule import chunk_gated_delta_rule
-from qla_megatron.kernels.gated_delta_rule.chunked import BACKENDS
 from qla_megatron.kernels.gated_norm import gated_rms_norm
 from qla_megatron.layers.checkpoint import keep_float32, let_megatron_save_float32_parameters, to_float32
 from qla_megatron.layers.context_parallel import slice_sections, to_head_shards, to_sequence_shards

@@ -14,12 +14,12 @@ def test_opcheck():
     inputs = make_rule_inputs("empty documents", dtype=torch.float32, key_dim=4, value_dim=2)
     cu = inputs.cu_seqlens
     leaves = inputs.leaves()
-    torch.library.opcheck(forward_op, (*leaves, cu, None, 0.3, "reference"), test_utils=OPCHECKS)
+    torch.library.opcheck(forward_op, (*leaves, cu, None, 0.3, "reference", True), test_utils=OPCHECKS)
     with torch.no_grad():
-        o, state, *saved = forward_op(*leaves, cu, None, 0.3, "reference")
+        o, state, *saved = forward_op(*leaves, cu, None, 0.3, "reference", True)
     tensors = [x.detach() for x in leaves[:5]]
-    torch.library.opcheck(backward_op, (o, state, *tensors, *saved, cu, None, 0.3), test_utils=OPCHECKS)
-    torch.library.opcheck(backward_op, (None, state, *tensors, *saved, cu, None, 0.3), test_utils=OPCHECKS)
+    torch.library.opcheck(backward_op, (o, state, *tensors, *saved, cu, None, 0.3, "reference"), test_utils=OPCHECKS)
+    torch.library.opcheck(backward_op, (None, state, *tensors, *saved, cu, None, 0.3, "reference"), test_utils=OPCHECKS)
 
 
 def test_compiles_without_a_graph_break():

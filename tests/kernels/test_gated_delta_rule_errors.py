@@ -1,13 +1,11 @@
 """Every bad input of the gated delta rule: the error's type and what it says."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
 from qla_megatron.kernels import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
-from qla_megatron.kernels.gated_delta_rule.chunked import choose_backend
 from qla_megatron.testing.inputs import make_rule_inputs
 
 
@@ -87,19 +85,6 @@ def test_packing_needs_one_row():
     inputs = make_rule_inputs("rows", batch=2)
     with pytest.raises(ValueError, match="q must have B=1, got B=2"):
         chunk_gated_delta_rule(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, cu_seqlens=offsets(0, 150))
-
-
-@pytest.mark.parametrize("backend", ["auto", "tilelang"])
-def test_gradients_are_refused_until_there_are_backward_kernels(backend):
-    assert choose_backend(backend, torch.device("cuda")) == "tilelang"
-    with pytest.raises(NotImplementedError, match=r'no backward pass yet; .* backend="reference"'):
-        choose_backend(backend, torch.device("cuda"), needs_gradients=True)
-
-
-def test_what_the_kernels_saved_has_no_backward_pass():
-    saved = replace(chunk_gated_delta_rule_fwd(**arguments())[2], backend="tilelang")
-    with pytest.raises(NotImplementedError, match='backend="reference"'):
-        chunk_gated_delta_rule_bwd(None, None, saved)
 
 
 def test_chunk_indices_are_not_needed():

@@ -24,9 +24,10 @@ def forward_op(
     cu_seqlens_cpu: Tensor | None,
     scale: float,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, final states, and the two tensors of `chunked.saved_like`; `backend` is "reference" or "tilelang"."""
-    return chunked.forward(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend)
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, final states, and the three tensors of `chunked.saved_like`; `backend` is "reference" or "tilelang"."""
+    return chunked.forward(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend, save)
 
 
 @forward_op.register_fake
@@ -41,10 +42,12 @@ def _(
     cu_seqlens_cpu: Tensor | None,
     scale: float,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    inverses, starts = chunked.saved_like(k, v, cu_seqlens, backend)
-    return v.new_empty(v.shape), starts.new_empty(documents, *starts.shape[1:]), inverses, starts
+    inverses, gates, states = chunked.saved_like(k, v, cu_seqlens, backend, save)
+    final_state = states.new_empty(documents, v.shape[2], k.shape[3], v.shape[3])
+    return v.new_empty(v.shape), final_state, inverses, gates, states
 
 
 @torch.library.custom_op("qla_megatron::chunk_gated_delta_rule_bwd", mutates_args=())
@@ -57,13 +60,16 @@ def backward_op(
     g: Tensor,
     beta: Tensor,
     inverses: Tensor,
-    starts: Tensor,
+    gates: Tensor,
+    states: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta and the gradient of the initial states, float32 (or float64)."""
-    return chunked.backward(do, dht, q, k, v, g, beta, inverses, starts, cu_seqlens, cu_seqlens_cpu, scale)
+    saved = (inverses, gates, states, cu_seqlens, cu_seqlens_cpu)
+    return chunked.backward(do, dht, q, k, v, g, beta, *saved, scale, backend)
 
 
 @backward_op.register_fake
@@ -76,29 +82,31 @@ def _(
     g: Tensor,
     beta: Tensor,
     inverses: Tensor,
-    starts: Tensor,
+    gates: Tensor,
+    states: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     documents = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
-    return dq, dk, dv, dg, dbeta, starts.new_empty(documents, *starts.shape[1:])
+    return dq, dk, dv, dg, dbeta, states.new_empty(documents, v.shape[2], k.shape[3], v.shape[3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend = inputs
-    assert backend == "reference"  # op.py lets no gradient through the kernels, which have no backward pass yet
+    q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend, save = inputs
+    assert save or not any(ctx.needs_input_grad)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, g, beta, *output[2:], cu_seqlens, cu_seqlens_cpu)
-    ctx.scale = scale
+    ctx.settings = scale, backend
     ctx.state_dtype = None if initial_state is None else initial_state.dtype
 
 
 def _backward(ctx: Any, do: Tensor | None, dht: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    *grads, dinitial_state = backward_op(do, dht, *ctx.saved_tensors, ctx.scale)
+    *grads, dinitial_state = backward_op(do, dht, *ctx.saved_tensors, *ctx.settings)
     dstate = None if ctx.state_dtype is None else dinitial_state.to(ctx.state_dtype)
-    return *grads, dstate, None, None, None, None
+    return *grads, dstate, None, None, None, None, None
 
 
 forward_op.register_autograd(_backward, setup_context=_save)

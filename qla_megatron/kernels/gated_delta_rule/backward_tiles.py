@@ -94,8 +94,8 @@ __device__ __forceinline__ void score_gradients(void *fragment, void *tile, void
   }
 }
 
-// From E = dV X^T: u = -G E below the diagonal, 0 elsewhere and in rows past `valid`; fragment and tile <- beta_t u, the
-// gradient of K K^T, and between <- u (k_s . k_t).
+// From E = dV X^T: u = -G E below the diagonal, 0 elsewhere and in rows past `valid`; fragment and tile <- beta_t u,
+// the gradient of K K^T, and between <- u (k_s . k_t).
 template <typename Pair>
 __device__ __forceinline__ void key_gradients(void *fragment, void *tile, void *between, const void *products,
                                               const void *scores, const float *gates, int valid) {
@@ -178,8 +178,8 @@ __device__ __forceinline__ void store_dots(float *rows, const float *dots, float
   }
 }
 
-// the 64 x 64 matrix U[r][s] = 1 for s >= r, else 0, as a 16-bit fragment; `turn` only keeps it from being made once and
-// held in registers all along.
+// the 64 x 64 matrix U[r][s] = 1 for s >= r, else 0, as a 16-bit fragment; `turn` only keeps it from being made once
+// and held in registers all along.
 template <typename Pair> __device__ __forceinline__ void fill_not_before(void *fragment, int turn) {
   uint32_t *words = reinterpret_cast<uint32_t *>(fragment);
   const int lane = threadIdx.x & 31;
@@ -236,8 +236,8 @@ __device__ __forceinline__ void multiply_states(float *part, const void *states,
   if ((thread & 31) == 0) part[thread / 32] = all;
 }
 
-// dg and dbeta of a chunk and value head, by one warp, two tokens a lane. a: the gradients of the decays from the chunk's
-// start, in two parts; key_dots: k . dS^T x; whole: the sum of S * dS, in two parts.
+// dg and dbeta of a chunk and value head, by one warp, two tokens a lane. a: the gradients of the decays from the
+// chunk's start, in two parts; key_dots: k . dS^T x; whole: the sum of S * dS, in two parts.
 __device__ __forceinline__ void store_gate_gradients(float *dg, float *dbeta, int64_t stride, const float *from_queries,
                                                      const float *from_keys, const float *key_dots,
                                                      const float *crossing, const float *columns, const float *whole,

@@ -13,9 +13,10 @@ Per chunk and value head, with S the state at the chunk's start, dS the gradient
 where a_s = q_s . (the first term of dQ)_s - exp(g_s) k_s . S dv_s, and e_t = k_t . (the first term of dK)_t. Nothing is
 subtracted in dg: see README.md.
 
-A block takes a chunk of one key head after another, and sums dQ and dK over the value heads of the group. Warpgroups: 0
-is for dQ, 1 for dK through dV and L, 2 for dK through dS and U, for dg and dbeta; of the last, warp 0 loads, warps 1 and
-2 multiply S with dS, warp 3 zeroes the tails of Q and K. With m the m-th chunk and n the n-th head of this block, s = n % 2:
+A block takes a chunk of one key head after another, and sums dQ and dK over the value heads of the group. Warpgroups:
+0 is for dQ, 1 for dK through dV and L, 2 for dK through dS and U, for dg and dbeta; of the last, warp 0 loads, warps 1
+and 2 multiply S with dS, warp 3 zeroes the tails of Q and K. With m the m-th chunk and n the n-th head of this block,
+s = n % 2:
 
     barrier          says                                arrivals                     waited for by            parity
     keys_full        Q, K of m have landed               32 of the loading warp       warp 3                   m
@@ -54,9 +55,9 @@ HALF = HEAD_DIM // 2
 def chunk_gradients_kernel(dtype: str) -> Any:
     """Build the kernel for 16-bit inputs.
 
-    Arguments of the kernel: q, k [T, H, K], do and dv [T, HV, V], gates as `prepare_chunks` leaves them; states, dstates
-    [slots of the segment, HV, V, K] and writes [slots of the segment, HV, C, V] for the slots first_slot to last_slot;
-    cu_seqlens [N + 1] int32; out: dq, dk [T, H, K], dg, dbeta [T, HV] float32, 0 past the last document; scale;
+    Arguments of the kernel: q, k [T, H, K], do and dv [T, HV, V], gates as `prepare_chunks` leaves them; states and
+    dstates [slots of the segment, HV, V, K] and writes [slots of the segment, HV, C, V] for the slots first_slot to
+    last_slot; cu_seqlens [N + 1] int32; out: dq, dk [T, H, K], dg, dbeta [T, HV] float32, 0 past the last document; scale;
     group = HV / H; blocks = the size of the grid.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
@@ -167,9 +168,11 @@ def chunk_gradients_kernel(dtype: str) -> Any:
                         T.clear(dq_sum)
                         T.wait_wgmma(0)
                         T.warpgroup_fence_operand(qk)
-                        for h in T.serial(group):
+                        for _ in T.serial(group):
                             T.barrier_wait(full[n % 2], n // 2 % 2)
-                            T.wgmma_gemm(do_tile[n % 2, :, :], x_tile[n % 2, :, :], f, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(
+                                do_tile[n % 2, :, :], x_tile[n % 2, :, :], f, transpose_B=True, clear_accum=True
+                            )
                             T.wait_wgmma(0)
                             T.warpgroup_fence_operand(f)
                             T.barrier_wait(unscored, (n + 1) % 2)
@@ -196,9 +199,7 @@ def chunk_gradients_kernel(dtype: str) -> Any:
                             T.wait_wgmma(0)
                             T.warpgroup_fence_operand(dq_sum)
                             for half in T.unroll(2):
-                                T.wgmma_gemm(
-                                    do_tile[n % 2, :, :], s_tile[half, :, :], from_state, clear_accum=True
-                                )
+                                T.wgmma_gemm(do_tile[n % 2, :, :], s_tile[half, :, :], from_state, clear_accum=True)
                                 T.wait_wgmma(0)
                                 T.warpgroup_fence_operand(from_state)
                                 T.call_extern(
@@ -255,7 +256,9 @@ def chunk_gradients_kernel(dtype: str) -> Any:
                         T.warpgroup_fence_operand(kk)
                         for h in T.serial(group):
                             T.barrier_wait(full[n % 2], n // 2 % 2)
-                            T.wgmma_gemm(dv_tile[n % 2, :, :], x_tile[n % 2, :, :], e, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(
+                                dv_tile[n % 2, :, :], x_tile[n % 2, :, :], e, transpose_B=True, clear_accum=True
+                            )
                             T.wait_wgmma(0)
                             T.warpgroup_fence_operand(e)
                             T.barrier_wait(unscored, (n + 1) % 2)
@@ -284,9 +287,7 @@ def chunk_gradients_kernel(dtype: str) -> Any:
                             T.wait_wgmma(0)
                             T.warpgroup_fence_operand(dk_sum)
                             for half in T.unroll(2):
-                                T.wgmma_gemm(
-                                    dv_tile[n % 2, :, :], s_tile[half, :, :], from_value, clear_accum=True
-                                )
+                                T.wgmma_gemm(dv_tile[n % 2, :, :], s_tile[half, :, :], from_value, clear_accum=True)
                                 T.wait_wgmma(0)
                                 T.warpgroup_fence_operand(from_value)
                                 T.call_extern(
@@ -484,7 +485,7 @@ def chunk_gradients_kernel(dtype: str) -> Any:
                                 T.barrier_arrive(state_full)
                                 n = n + 1
                         elif thread < 480:
-                            for h in T.serial(group):
+                            for _ in T.serial(group):
                                 T.barrier_wait(gradient_full, n % 2)
                                 T.barrier_wait(state_full, n % 2)
                                 T.barrier_wait(undotted, (n + 1) % 2)

@@ -48,6 +48,8 @@ def fused_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dg, dbeta = (torch.empty(tokens, value_heads, dtype=torch.float32, device=v.device) for _ in range(2))
     dstate = torch.empty(documents, value_heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=v.device)
+    if tokens == 0:
+        return dq, dk, dv, dg, dbeta, dstate.zero_() if dht is None else dstate.copy_(dht)
     runs = segments(slots, value_heads)
     size = max(last - first for first, last in runs)
     states, dstates = (v.new_empty(size, value_heads, HEAD_DIM, HEAD_DIM) for _ in range(2))
@@ -55,7 +57,5 @@ def fused_backward(
     for run in runs:
         compute_state_gradient(q, k, do, a, gates, dht, cu_seqlens, dv, dstates, dstate, scale, run)
         recompute_states(k, v, a, gates, checkpoints, cu_seqlens, states, writes, run)
-        compute_chunk_gradients(
-            q, k, do, dv, gates, states, dstates, writes, cu_seqlens, dq, dk, dg, dbeta, scale, run
-        )
+        compute_chunk_gradients(q, k, do, dv, gates, states, dstates, writes, cu_seqlens, dq, dk, dg, dbeta, scale, run)
     return dq, dk, dv, dg, dbeta, dstate

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from ..backend import BACKENDS, choose_backend
 from ..checks import (
     check_bool,
     check_choice,
@@ -20,7 +21,6 @@ from ..checks import (
 )
 from ..varlen import CHUNK, valid_tokens
 from .autograd import backward_op, forward_op
-from .chunked import BACKENDS, choose_backend
 
 L2_NORM_EPS = 1e-6
 
@@ -87,7 +87,7 @@ def chunk_gated_delta_rule(
         auto_cp: let the kernels split long documents over the multiprocessors of one device; the result is the same up
             to rounding. Without effect as yet: nothing is split.
         backend: "reference" (plain torch, any device, any K and V), "tilelang" (fused kernels for Hopper: K = V = 128,
-            bfloat16 or float16, forward only as yet), or "auto": the reference for CPU tensors, the kernels for CUDA
+            bfloat16 or float16), or "auto": the reference for CPU tensors, the kernels for CUDA
             tensors. No backend stands in for another.
 
     Returns:
@@ -119,7 +119,7 @@ def chunk_gated_delta_rule(
     check_choice("backend", backend, BACKENDS)
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    backend = choose_backend(backend, q.device, needs_gradients)
+    backend = choose_backend(backend, q.device)
 
     wide = torch.promote_types(v.dtype, torch.float32)
     if cu_seqlens is not None:
@@ -136,7 +136,9 @@ def chunk_gated_delta_rule(
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     if A_log is not None:
         g = -A_log.to(wide).exp() * softplus(g if dt_bias is None else g + dt_bias.to(wide))
-    o, final_state, *_ = forward_op(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend)
+    o, final_state, *_ = forward_op(
+        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend, needs_gradients
+    )
     if not output_final_state:
         return o, None
     return o, final_state.mT if state_v_first else final_state
@@ -155,7 +157,8 @@ class Saved:
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
     inverses: Tensor
-    starts: Tensor
+    gates: Tensor
+    states: Tensor
     scale: float
     backend: str
 
@@ -212,10 +215,11 @@ def chunk_gated_delta_rule_fwd(
     backend = choose_backend(backend, q.device)
     if plan is not None:
         raise NotImplementedError(f"plan must be None: documents are not split yet, got {plan!r}")
-    o, final_state, inverses, starts = forward_op(
-        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend
+    o, final_state, inverses, gates, states = forward_op(
+        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, backend, True
     )
-    saved = Saved(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, inverses, starts, scale, backend)
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
+    saved = Saved(*inputs, inverses, gates, states, scale, backend)
     return o, final_state if output_final_state else None, saved
 
 
@@ -227,13 +231,9 @@ def chunk_gated_delta_rule_bwd(do: Tensor | None, dht: Tensor | None, saved: Sav
         do: [B, T, HV, V] gradient of o; None is 0.
         dht: [N, HV, K, V] gradient of the final states; None is 0.
         saved: what the forward pass returned; it may be used again.
-
-    Raises:
-        NotImplementedError: the forward pass ran on the fused kernels, which have no backward pass yet.
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved must be what chunk_gated_delta_rule_fwd returned, got {type(saved).__name__}")
-    choose_backend(saved.backend, saved.v.device, needs_gradients=True)
     B, T, HV, V = saved.v.shape
     if do is not None:
         check_shape("do", do, B=B, T=T, HV=HV, V=V)
@@ -242,9 +242,8 @@ def chunk_gated_delta_rule_bwd(do: Tensor | None, dht: Tensor | None, saved: Sav
     if dht is not None:
         _check_state("dht", dht, saved.q, saved.v, saved.cu_seqlens)
     s = saved
-    dq, dk, dv, dg, dbeta, dinitial_state = backward_op(
-        do, dht, s.q, s.k, s.v, s.g, s.beta, s.inverses, s.starts, s.cu_seqlens, s.cu_seqlens_cpu, s.scale
-    )
+    kept = (s.inverses, s.gates, s.states, s.cu_seqlens, s.cu_seqlens_cpu)
+    dq, dk, dv, dg, dbeta, dinitial_state = backward_op(do, dht, s.q, s.k, s.v, s.g, s.beta, *kept, s.scale, s.backend)
     return Gradients(dq, dk, dv, dg, dbeta, None if s.initial_state is None else dinitial_state)
 
 

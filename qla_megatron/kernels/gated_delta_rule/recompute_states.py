@@ -4,8 +4,8 @@ Per chunk, with S [K, V] the state at its start, A and the gates of `prepare_chu
 
     W = V - diag(exp(g)) K S        X = A W        S <- exp(g_C) S + K^T diag(beta exp(g_C - g)) X
 
-A piece is the chunks of a document from one checkpoint to the next: `PIECE` of them, or fewer at the document's end. All
-pieces are independent of one another. S leaves as it enters the first product, in 16 bits and transposed.
+A piece is the chunks of a document from one checkpoint to the next: `PIECE` of them, or fewer at the document's end.
+All pieces are independent of one another. S leaves as it enters the first product, in 16 bits and transposed.
 
 Warpgroups: two of state, 64 rows of S^T each; one of copies, whose warp 0 loads, warps 1 and 2 store, and warp 3 takes
 the exponentials and zeroes the tails of K and V. For chunk n of the piece, s = n % STAGES, b = n % 2, w a warpgroup:
@@ -41,8 +41,8 @@ def recompute_states_kernel(dtype: str) -> Any:
     Arguments of the kernel: k [T, H, K], v [T, HV, V], a and gates as `prepare_chunks` leaves them, checkpoints
     [pieces, HV, V, K] float32 of S^T, that of chunk PIECE j of document n at (cu_seqlens[n] // C + n) // PIECE + n + j;
     cu_seqlens [N + 1] int32; out, for the slots first_slot to last_slot: states [slots of the segment, HV, V, K] of S^T
-    and writes [slots of the segment, HV, C, V] of X, 0 past the document's end; group = HV / H. The grid begins at piece
-    first_piece and has `grid` pieces.
+    and writes [slots of the segment, HV, C, V] of X, 0 past the document's end; group = HV / H. The grid begins at
+    piece first_piece and has `grid` pieces.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     offsets, slots, segment = T.dynamic("offsets"), T.dynamic("slots"), T.dynamic("segment")

@@ -8,8 +8,8 @@ Per chunk, from the last to the first, with dS [K, V] the gradient of the state 
     dS <- exp(g_C) dS + Q^T diag(scale exp(g)) dO - K^T diag(exp(g)) dV
 
 Neither the states nor V are needed. Everything is kept transposed as in `state_output`: dS^T [V, K] in the registers of
-the state warpgroups, 64 rows each. dS at every chunk's end is written in 16 bits for `chunk_gradients`, as it enters the
-first product. Long documents are worked on in segments of slots; between them dS rests in `carry`.
+the state warpgroups, 64 rows each. dS at every chunk's end is written in 16 bits for `chunk_gradients`, as it enters
+the first product. Long documents are worked on in segments of slots; between them dS rests in `carry`.
 
 Warpgroups and barriers are those of `state_output`, by the place n in the order of work: the scores warpgroup zeroes
 the tails of Q, K and dO, then makes P; warp 3 of the copy warpgroup takes the exponentials. Two buffers leave shared
@@ -32,7 +32,7 @@ REGISTERS = {64: (232, 120, 40), 128: (208, 72, 24)}  # of a thread of the state
 
 
 def state_gradient_kernel(dtype: str, block_v: int) -> Any:
-    """Build the kernel for 16-bit inputs; a block has `block_v` (64 or 128) rows of dS^T of one document and value head.
+    """Build the kernel for 16-bit inputs; a block has `block_v` (64 or 128) rows of dS^T of a document and value head.
 
     Arguments of the kernel: q, k [T, H, K], do [T, HV, V], a and gates as `prepare_chunks` leaves them,
     final_gradient [*, HV, K, V] float32 (read if has_final_gradient), cu_seqlens [N + 1] int32; out: dv [T, HV, V],
@@ -197,9 +197,7 @@ def state_gradient_kernel(dtype: str, block_v: int) -> Any:
                     for r, c in T.Parallel(block_v, CHUNK):
                         x[r, c] = x[r, c] * rest[n % 2, c] + y[r, c]
                     T.copy(x, x16)
-                    T.wgmma_gemm(
-                        x16, a_tile[n % stages, :, :], dw, clear_accum=True, policy=T.GemmWarpPolicy.FullRow
-                    )
+                    T.wgmma_gemm(x16, a_tile[n % stages, :, :], dw, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                     for r, c in T.Parallel(block_v, CHUNK):
                         y[r, c] = do16[r, c] * scaled_decay[n % 2, c]
                     T.copy(y, scaled16)
