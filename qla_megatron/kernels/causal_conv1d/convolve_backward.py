@@ -14,7 +14,7 @@ from ..rows import CUDA_TYPES, HEAD_DIM, PAIR_TYPES, THREADS, WARPS
 from .problem import Problem
 from .tiles import BACKWARD_RING, CONVOLUTION, WIDTH
 
-BLOCKS = 3  # of a multiprocessor
+BLOCKS = {False: 3, True: 2}  # of a multiprocessor, by has_bias: three would spill its sums
 
 
 def convolve_backward_kernel(dtype: str, weight_dtype: str, align: int, has_bias: bool, is_silu: bool) -> Any:
@@ -72,7 +72,7 @@ def convolve_backward_kernel(dtype: str, weight_dtype: str, align: int, has_bias
         ) as block:
             T.import_source(CONVOLUTION)
             ring = T.alloc_shared((2 * BACKWARD_RING, THREADS, 8), dtype)
-            T.annotate_min_blocks_per_sm(BLOCKS)
+            T.annotate_min_blocks_per_sm(BLOCKS[has_bias])
             pairs, tiles, unit = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             tile, row, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             pairs = T.truncdiv(2 * key_heads + value_heads + 1, 2)
@@ -220,7 +220,7 @@ def convolve_backward(
         dstate.copy_(dfinal) if dfinal is not None and needs_dstate else dstate.zero_()
         length, tiles, warps = 0, 0, 0
     else:
-        length, tiles, warps = p.tile(BLOCKS)
+        length, tiles, warps = p.tile(BLOCKS[p.bias is not None])
     dweight = dv.new_empty(tiles, p.channels, WIDTH, dtype=torch.float32)
     dbias = dv.new_empty(tiles, 0 if p.bias is None else p.channels, dtype=torch.float32)
     dgates = dv.new_empty(warps, 2, p.gate_heads, dtype=torch.float32)

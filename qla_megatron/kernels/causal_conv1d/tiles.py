@@ -17,22 +17,18 @@ struct Documents {
   int count, document, start, end;
   bool is_there;
 
-  __device__ __forceinline__ void find(const int *offsets_, int count_, int token, int row, int tokens) {
-    offsets = offsets_;
-    count = count_;
-    document = row;
-    start = 0;
-    end = tokens;
-    is_there = true;
-    if (count > 0) {
-      int first = 0, last = count - 1;  // the last document that begins at or before the token
-      while (first < last) {
-        const int middle = (first + last + 1) / 2;
-        if (offsets[middle] <= token) first = middle; else last = middle - 1;
-      }
-      document = first - 1;
-      move(token);
+  __device__ __forceinline__ Documents(const int *offsets, int count, int row, int tokens)
+      : offsets(offsets), count(count), document(row), start(0), end(tokens), is_there(true) {}
+
+  __device__ __forceinline__ void find(int token) {
+    if (count == 0) return;
+    int first = 0, last = count - 1;  // the last document that begins at or before the token
+    while (first < last) {
+      const int middle = (first + last + 1) / 2;
+      if (offsets[middle] <= token) first = middle; else last = middle - 1;
     }
+    document = first - 1;
+    move(token);
   }
 
   // To the document that holds `token`, which lies past the present one.
@@ -108,6 +104,7 @@ __device__ __forceinline__ void convolve_tile(const Channels &c, Documents &docs
   load_weights<Weight>(w, weights);
   load_bias<Weight, kBias>(b, bias);
   out += first * out_stride;
+  docs.find(first);
   for (int start = first; start < last; start = docs.end) {
     if (start > first) docs.move(start);
 #pragma unroll
@@ -207,6 +204,7 @@ __device__ __forceinline__ void convolve_tile_backward(const Channels &c, Docume
 #pragma unroll
     for (int j = 0; j < 4; ++j) dw[j][e] = 0.f;
   }
+  docs.find(first);
   for (int start = first; start < last; start = docs.end) {
     if (start > first) docs.move(start);
     // partial[t % 4]: what is known of the gradient of x_t, to which the results of t to t + 3 contribute
@@ -350,8 +348,7 @@ __device__ __forceinline__ void convolve_heads(const void *x, int64_t stride, co
   const Head head(first_head, key_heads, value_heads);
   const Channels c =
       channels_of<Number>(head, x, stride, has_state ? state : nullptr, 128 * (2 * key_heads + value_heads));
-  Documents docs;
-  docs.find(offsets, documents, first, row, tokens);
+  Documents docs(offsets, documents, row, tokens);
   const void *weights = static_cast<const Weight *>(weight) + 4 * head.channel;
   const void *biases = static_cast<const Weight *>(bias) + (kBias ? head.channel : 0);
   char *out = head.place(q, k, v, key_heads);
@@ -374,8 +371,7 @@ __device__ __forceinline__ void convolve_heads_backward(
   const Head head(first_head, key_heads, value_heads);
   const Channels c =
       channels_of<Number>(head, x, stride, has_state ? state : nullptr, 128 * (2 * key_heads + value_heads));
-  Documents docs;
-  docs.find(offsets, documents, first, row, tokens);
+  Documents docs(offsets, documents, row, tokens);
   const void *weights = static_cast<const Weight *>(weight) + 4 * head.channel;
   const void *biases = static_cast<const Weight *>(bias) + (kBias ? head.channel : 0);
   const char *dout = head.place(const_cast<void *>(dq), const_cast<void *>(dk), const_cast<void *>(dv), key_heads);
@@ -405,9 +401,7 @@ __device__ __forceinline__ void differentiate_state(const void *x, int64_t strid
   const Head head(first_head, key_heads, value_heads);
   const int channels = 128 * (2 * key_heads + value_heads);
   const Channels c = channels_of<Number>(head, x, stride, state, channels);
-  Documents docs;
-  docs.document = document;
-  docs.is_there = true;
+  Documents docs(offsets, is_packed, document, tokens);
   docs.start = is_packed ? offsets[document] : 0;
   docs.end = is_packed ? offsets[document + 1] : tokens;
   const void *weights = static_cast<const Weight *>(weight) + 4 * head.channel;
@@ -501,11 +495,11 @@ __device__ __forceinline__ void differentiate_gates(const void *projected, int64
   for (int head = threadIdx.x & 31; head < p.heads; head += 32) {
     const float rate = -__expf(p.A_log[head]), shift = p.dt_bias[head];
     float sum_A = 0.f, sum_dt = 0.f;
-    for (int n = first; n < last; n += 4) {
-      Number logit[4], alpha[4];
-      float from_g[4], from_beta[4];
+    for (int n = first; n < last; n += 8) {
+      Number logit[8], alpha[8];
+      float from_g[8], from_beta[8];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 8; ++i) {
         if (n + i < last) {
           const Number *place = p.place<Number>(n + i, head);
           logit[i] = place[0];
@@ -516,7 +510,7 @@ __device__ __forceinline__ void differentiate_gates(const void *projected, int64
         }
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 8; ++i) {
         if (n + i < last) {
           float dlogit = 0.f, dalpha = 0.f;
           if (p.is_there(n + i)) {
