@@ -1,8 +1,10 @@
 """Convert Qwen3.5 and Qwen3.6 checkpoints between Hugging Face and Megatron. `convert_checkpoint.py --help` teaches."""
 
 import argparse
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -55,6 +57,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     one.add_argument("--model", help=f"refuse another model than this one: {', '.join(MODELS)}")
     one.add_argument("--mtp", choices=["keep", "drop"], default="keep", help="the multi-token prediction layer")
     one.add_argument(
+        "--stack", choices=["gpt", "hybrid"], default="gpt", help="Megatron's model class, the recipe's model.stack"
+    )
+    one.add_argument(
         "--padded-vocab-size", type=int, metavar="ROWS", help="of the recipe, where it is not the model's vocabulary"
     )
     two.add_argument(
@@ -91,6 +96,7 @@ def convert(options: argparse.Namespace, console: Console) -> int:
             console,
             name=options.model,
             mtp=options.mtp,
+            stack=options.stack,
             padded_vocab_size=options.padded_vocab_size,
         )
         where = options.megatron
@@ -136,6 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: memory for whole models is the host's
     quiet_imports()
+    warnings.filterwarnings("ignore", module="megatron")  # of training: what is slower without which package
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         return (check if options.command == "check" else convert)(options, console)

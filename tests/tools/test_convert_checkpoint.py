@@ -1,153 +1,36 @@
-"""Hugging Face -> Megatron -> Hugging Face of tiny models of all ten families, in other layouts, and its refusals.
+"""Hugging Face -> Megatron -> Hugging Face of tiny models of all ten families, in other layouts and through runs.
 
 Ranks and processes that import Megatron are dear: each of them does all families.
 """
 
 import contextlib
-import importlib.util
 import io
 import json
+import os
+import re
+import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from hf_models import TOOL, assert_bitwise, call, make_families, run, tensors_of, write_directory
 
-from qla_megatron.recipes import build, catalogue
+from qla_megatron.data.corpus import write_corpus
+from qla_megatron.recipes import build, catalogue, checks, overrides
 from qla_megatron.recipes.models import MODELS
 from qla_megatron.recipes.recipe import Parallel, Recipe
 from qla_megatron.testing.distributed import run_ranks
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 LAYOUTS = {
     "tensor": Parallel(gpus=2, device="cpu", tensor=2, sequence=True),
     "pipeline": Parallel(gpus=2, device="cpu", pipeline=2),
     "expert": Parallel(gpus=2, device="cpu", expert=2),
 }
 EXPERTS = [name for name, model in MODELS.items() if model.num_experts]
-VISION = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4,
-    "num_position_embeddings": 16,
-}  # fmt: skip
-
-
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-# --- tiny models in the format of the released ones ---
-
-
-def tiny_config(name: str, vocab_size: int = 96) -> Any:
-    """A family's config.json with its ratios of heads, its layer pattern and its experts, two key heads wide."""
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
-    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig
-
-    known = MODELS[name]
-    text = {
-        "vocab_size": vocab_size, "hidden_size": 48, "num_hidden_layers": 4, "head_dim": 32, "num_key_value_heads": 2,
-        "num_attention_heads": 2 * known.num_heads // known.num_kv_heads, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2 * known.gdn_value_heads // known.gdn_key_heads,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mtp_num_hidden_layers": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-                            "mrope_section": [2, 1, 1], "mrope_interleaved": True},
-    }  # fmt: skip
-    if known.num_experts:
-        text |= {
-            "num_experts": known.num_experts // 32, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40,
-        }  # fmt: skip
-    else:
-        text["intermediate_size"] = 64
-    config_class = Qwen3_5MoeConfig if known.num_experts else Qwen3_5Config
-    return config_class(text_config=text, vision_config=VISION, tie_word_embeddings=known.tie_embeddings)
-
-
-def tiny_tensors(name: str, config: Any) -> dict[str, torch.Tensor]:
-    """Random weights under transformers' names, with vision tower, and a prediction layer as the family stores it."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
-    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForConditionalGeneration
-
-    has_experts = MODELS[name].num_experts is not None
-    model = (Qwen3_5MoeForConditionalGeneration if has_experts else Qwen3_5ForConditionalGeneration)(config)
-    shapes = {tensor: parameter.shape for tensor, parameter in model.named_parameters()}
-    shapes |= mtp_shapes(shapes, packs_experts=name.startswith("qwen3_6"))
-    generator = torch.Generator().manual_seed(len(name))
-    tensors = {}
-    for tensor, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        if tensor.endswith("linear_attn.norm.weight"):
-            noise = torch.rand(shape, generator=generator) * 2 + 1e-3  # small ones do not survive minus one, plus one
-        is_float32 = tensor.endswith(("A_log", "linear_attn.norm.weight")) and name.startswith("qwen3_5")
-        tensors[tensor] = (0.3 * noise).to(torch.float32 if is_float32 else torch.bfloat16)
-    return tensors
-
-
-def mtp_shapes(shapes: dict[str, Any], *, packs_experts: bool) -> dict[str, Any]:
-    """Shapes of the tensors of a prediction layer, which transformers does not have: an attention layer's and four."""
-    [hidden] = shapes["model.language_model.norm.weight"]
-    found = {f"mtp.{n}.weight": (hidden,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
-    found["mtp.fc.weight"] = (hidden, 2 * hidden)
-    attention = "model.language_model.layers.3."
-    for tensor, shape in shapes.items():
-        inner = tensor.replace(attention, "mtp.layers.0.")
-        if not tensor.startswith(attention):
-            continue
-        if ".experts." not in tensor or packs_experts:
-            found[inner] = shape
-            continue
-        for e in range(shape[0]):
-            expert = inner.replace("experts.", f"experts.{e}.")
-            if tensor.endswith("gate_up_proj"):
-                halves = (shape[1] // 2, shape[2])
-                found |= {expert.replace("gate_up_proj", f"{n}_proj.weight"): halves for n in ("gate", "up")}
-            else:
-                found[f"{expert}.weight"] = tuple(shape[1:])
-    return found
-
-
-def write_directory(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Three shards and an index, config.json and what stands for a tokenizer."""
-    folder.mkdir(parents=True)
-    weight_map = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(tensors)}
-    for file in set(weight_map.values()):
-        save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, folder / file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text('{"vocabulary": "of the test"}')
-    (folder / "README.md").write_text("not a part of the model")
-
-
-def make_families(root: Path, names: list[str], vocab_size: int = 96) -> None:
-    for name in names:
-        config = tiny_config(name, vocab_size)
-        write_directory(root / name / "hf", config.to_dict(), tiny_tensors(name, config))
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        here = load_file(file)
-        assert not here.keys() & found.keys()
-        found |= here
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == found.keys()
-    return found
-
-
-def assert_bitwise(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        assert left[name].dtype == right[name].dtype, name
-        assert torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)), name
 
 
 @pytest.fixture(scope="module")
@@ -165,19 +48,6 @@ def import_on_this_rank(root: str) -> None:
         run("import", "--hf", folder / "hf", "--megatron", folder / "megatron")
         code, out = call("check", "--hf", folder / "hf", "--megatron", folder / "megatron", "--tokens", "70")
         (folder / "check").write_text(f"{code}\n{out}")
-
-
-def call(*arguments: object) -> tuple[int, str]:
-    """The program in this process: exit code and what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-        code = tool().main([str(argument) for argument in arguments])
-    return code, out.getvalue()
-
-
-def run(*arguments: object) -> str:
-    code, out = call(*arguments)
-    assert code == 0, out
-    return out
 
 
 # --- there and back ---
@@ -233,11 +103,8 @@ def reshard_on_this_rank(root: str, layout: str) -> None:
 
 def module_in(parallel: Parallel, folder: Path) -> tuple[Namespace, Any]:
     """This rank's part of the model of folder/hf, with its prediction layer, weights not those of any checkpoint."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import parse_args, validate_args
-
-    from qla_megatron.layers.spec import gpt_block_spec, mtp_block_spec
 
     recipe = replace(recipe_of(folder), parallel=parallel)
     sys.argv = ["megatron", *build.megatron_flags(recipe, "test")]
@@ -245,13 +112,7 @@ def module_in(parallel: Parallel, folder: Path) -> tuple[Namespace, Any]:
         args = parse_args()
         validate_args(args, {})
     config = build.model_config(recipe, args)
-    model = GPTModel(
-        config.transformer, gpt_block_spec(config), config.vocab_size, config.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-        mtp_block_spec=mtp_block_spec(config), position_embedding_type="rope", rotary_percent=config.rotary_percent,
-        rotary_base=config.rotary_base,
-        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-    )  # fmt: skip
+    model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     if recipe.model.tie_embeddings and model.mtp_process and not model.pre_process:
         # Fault of megatron-core 0.19: the last stage, which has the embedding for the prediction layer, keeps an output
         # weight besides, which nothing uses and sharded_state_dict refuses.
@@ -294,3 +155,157 @@ def test_there_and_back_is_bitwise(round_trips: Path, name: str) -> None:
     shards = [file.stat().st_size for file in (folder / "back_megatron").glob("*.safetensors")]
     assert len(shards) > 2
     assert {file.name for file in folder.iterdir()} == {"hf", "check", *layouts, *(f"back_{n}" for n in layouts)}
+
+
+# --- choices ---
+
+
+def choices_on_this_rank(root: str) -> dict[str, tuple[int, str]]:
+    """What each command said, by a name for it; directories are root/NAME of that command."""
+    folder = Path(root)
+    make_families(folder, ["qwen3_5_35b_a3b"])
+    hf = folder / "qwen3_5_35b_a3b" / "hf"
+    bare = folder / "bare"
+    bare.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (bare / file).write_bytes((hf / file).read_bytes())
+    other = tensors_of(hf)
+    other["model.language_model.layers.1.mlp.gate.weight"] *= 1.1
+    write_directory(folder / "other", json.loads((hf / "config.json").read_text()), other)
+    dropped, whole = folder / "dropped", folder / "whole"
+
+    def export(name: str, source: Path, reference: Path, *options: str) -> tuple[int, str]:
+        return call("export", "--megatron", source, "--reference", reference, "--hf", folder / name, *options)
+
+    return {
+        "dropped": call("import", "--hf", hf, "--megatron", dropped, "--mtp", "drop"),
+        "whole": call("import", "--hf", hf, "--megatron", whole),
+        "keep": export("keep", dropped, hf),
+        "reference": export("reference", dropped, hf, "--mtp", "reference"),
+        "drop": export("drop", whole, hf, "--mtp", "drop"),
+        "text": export("text", whole, hf, "--text-only"),
+        "bare": export("bare_text", whole, bare, "--text-only"),
+        "vision": export("vision", whole, bare),
+        "check text": call("check", "--hf", folder / "text", "--megatron", whole),
+        "check other": call("check", "--hf", folder / "other", "--megatron", whole),
+        "check dropped": call("check", "--hf", hf, "--megatron", dropped),
+    }
+
+
+def test_choices(tmp_path: Path) -> None:
+    [said] = run_ranks(choices_on_this_rank, 1, str(tmp_path))
+    codes = {name: code for name, (code, _) in said.items()}
+    assert codes == dict.fromkeys(said, 0) | {"keep": 2, "vision": 2, "check other": 1}, said
+    source = tensors_of(tmp_path / "qwen3_5_35b_a3b" / "hf")
+    config = json.loads((tmp_path / "qwen3_5_35b_a3b" / "hf" / "config.json").read_text())
+    assert "--mtp reference" in said["keep"][1]
+    assert "--text-only" in said["vision"][1]
+    assert "DIFFERENT" in said["check other"][1]
+    assert "MTP" not in said["check dropped"][1]
+    assert "skipped" in said["dropped"][1].split("MTP layer")[1].splitlines()[0]
+
+    assert_bitwise(tensors_of(tmp_path / "reference"), source)
+    assert_bitwise(tensors_of(tmp_path / "drop"), {n: t for n, t in source.items() if not n.startswith("mtp.")})
+    text = config["text_config"]
+    dropped = config | {"text_config": text | {"mtp_num_hidden_layers": 0}}
+    assert json.loads((tmp_path / "drop" / "config.json").read_text()) == dropped
+
+    of_text = {n.replace("language_model.", ""): t for n, t in source.items() if not n.startswith("model.visual.")}
+    assert_bitwise(tensors_of(tmp_path / "text"), of_text)
+    of_class = {"architectures": ["Qwen3_5MoeForCausalLM"], "tie_word_embeddings": False}
+    assert json.loads((tmp_path / "text" / "config.json").read_text()) == text | of_class
+    # without weights to look at, small norms are what minus one, plus one makes of them
+    bare = tensors_of(tmp_path / "bare_text")
+    norms = {n for n in of_text if n.endswith("linear_attn.norm.weight")}
+    for name in norms:
+        assert (bare[name] - of_text[name]).abs().max() <= 2**-24
+    assert any(not torch.equal(bare[name], of_text[name]) for name in norms), "no small norm in this test"
+    assert_bitwise(bare | {n: of_text[n] for n in norms}, of_text)
+
+
+# --- runs ---
+
+
+def run_on_this_rank(assignments: list[str]) -> None:
+    from megatron.core import parallel_state
+
+    from qla_megatron.recipes.train import train
+
+    recipe = overrides.apply(catalogue.find("tiny_pretrain_2k_2xcpu"), assignments)
+    checks.check(recipe)
+    parallel_state.destroy_model_parallel()  # run_ranks made groups of its own, which Megatron would keep
+    train(recipe, "conversion", rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size())
+
+
+def of_model(folder: Path, **changes: object) -> list[str]:
+    """The assignments that make a recipe's model that of folder/hf."""
+    model = asdict(replace(recipe_of(folder).model, **changes))
+    values = {name: "null" if value is None else value for name, value in model.items() if name != "gdn_decay_init"}
+    return [f"model.{name}={value}" for name, value in values.items()]
+
+
+def import_bytes_on_this_rank(root: str) -> None:
+    """A model of bytes, whose 258 rows Megatron pads to 320."""
+    make_families(Path(root), ["qwen3_5_9b"], vocab_size=258)
+    folder = Path(root) / "qwen3_5_9b"
+    for stack in ("gpt", "hybrid"):
+        target = Path(root) / f"from_{stack}"
+        run("import", "--hf", folder / "hf", "--megatron", target, "--padded-vocab-size", 320, "--stack", stack)
+    assert call("check", "--hf", folder / "hf", "--megatron", Path(root) / "from_hybrid")[0] == 0
+
+
+def export_runs_on_this_rank(root: str) -> None:
+    folder = Path(root) / "qwen3_5_9b"
+    for name in ("gpt", "hybrid"):
+        source, back = Path(root) / name / "checkpoints", Path(root) / f"back_{name}"
+        out = run("export", "--megatron", source, "--reference", folder / "hf", "--hf", back)
+        assert "optimizer state" in out
+
+
+def test_runs_start_from_what_is_imported_and_come_out_as_they_were(tmp_path: Path) -> None:
+    """One step with learning rate 0: two ranks with the distributed optimizer, and one with HybridModel without."""
+    run_ranks(import_bytes_on_this_rank, 1, str(tmp_path))
+    folder = tmp_path / "qwen3_5_9b"
+    write_corpus([f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 7) for i in range(60)], tmp_path / "corpus")
+    shared = [
+        f"data.paths=[{tmp_path / 'corpus'}]", "data.sequence_length=128", "train.global_batch=2", "train.steps=1",
+        "train.evaluate_sequences=0", "optimizer.lr=0", "optimizer.min_lr=0", "optimizer.warmup_steps=0",
+    ]  # fmt: skip
+    layouts = {
+        "gpt": ["optimizer.distributed=true"],
+        "hybrid": ["parallel.gpus=1", "parallel.tensor=1", "parallel.sequence=false"],
+    }
+    for stack, layout in layouts.items():
+        where = [f"checkpoint.load={tmp_path}/from_{stack}", f"checkpoint.folder={tmp_path}/{stack}"]
+        model = of_model(folder, padded_vocab_size=320, stack=stack)
+        run_ranks(run_on_this_rank, 2 if stack == "gpt" else 1, [*shared, *model, *layout, *where])
+    run_ranks(export_runs_on_this_rank, 1, str(tmp_path))
+    for name in ("gpt", "hybrid"):
+        assert_bitwise(tensors_of(tmp_path / f"back_{name}"), tensors_of(folder / "hf"))
+        records = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        [step] = [record for record in records if "grad_norm" in record]
+        assert step["step"] == 1
+        assert step["grad_norm"] > 0
+
+
+def test_command_line(tmp_path: Path) -> None:
+    """As users start it: --help without Megatron's imports, names suggested, an import in a process of its own."""
+    make_families(tmp_path, ["qwen3_6_35b_a3b"])
+    folder = tmp_path / "qwen3_6_35b_a3b"
+
+    def start(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(TOOL), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=os.environ)
+
+    shown = start("export", "--help")
+    assert shown.returncode == 0
+    assert "--text-only" in shown.stdout
+    assert "examples:" in shown.stdout
+    mistyped = start("import", "--hf", "a", "--megatron", "b", "--model", "qwen35_9b")
+    assert mistyped.returncode == 2
+    assert "Did you mean qwen3_5_9b?" in mistyped.stderr
+    done = start("import", "--hf", folder / "hf", "--megatron", folder / "megatron")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert re.search(r"vision tower +\d+ .* skipped", done.stdout)
+    assert (folder / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"

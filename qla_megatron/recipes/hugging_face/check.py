@@ -8,9 +8,10 @@ from rich.console import Console
 
 from qla_megatron.recipes.hugging_face import torch_dist
 from qla_megatron.recipes.hugging_face.files import HfDirectory, open_directory
-from qla_megatron.recipes.hugging_face.model import build_module, megatron_model, model_from_config, one_process
+from qla_megatron.recipes.hugging_face.model import build_module, gpt_name, megatron_model, one_process
 from qla_megatron.recipes.hugging_face.plan import MTP, progress_bar
-from qla_megatron.recipes.hugging_face.to_hf import Export, export_layout, plan_export
+from qla_megatron.recipes.hugging_face.to_hf import Export, export_layout, exported_model, plan_export
+from qla_megatron.recipes.recipe import Model
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,12 @@ def compare(
     checkpoint = torch_dist.open_checkpoint(source, step)
     has_mtp = any(key.startswith(MTP) for key in checkpoint.tensors)
     layout = export_layout(checkpoint, hf, "keep" if has_mtp else "drop", text_only=False)
-    model = model_from_config(hf.config, layout)
+    model = exported_model(checkpoint, hf, layout)
     tokens = torch.randint(0, layout.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(seed))
     expected = hugging_face_logits(hf, tokens)
     with one_process():
         export = plan_export(checkpoint, hf, layout, megatron_model(model))
-        _, module = build_module(replace(model, prediction_layers=0), device="cpu")
-        got = megatron_logits(module, export, tokens, console)[..., : layout.vocab_size]
+        got = megatron_logits(replace(model, prediction_layers=0), export, tokens, console)[..., : layout.vocab_size]
         of_mtp = [name for name in export.expected if name.startswith(MTP)]
         mtp = _weights_error(export, of_mtp) if of_mtp else None
     per_token = [relative_error(g, e) for g, e in zip(got.flatten(0, 1), expected.flatten(0, 1), strict=True)]
@@ -84,6 +84,7 @@ def hugging_face_logits(hf: HfDirectory, tokens: torch.Tensor) -> torch.Tensor:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # it would name the packages that make it faster
     # The language model reads the flag in text_config, where models with vision may have a class's default.
     config = transformers.AutoConfig.from_pretrained(hf.path, local_files_only=True).get_text_config()
     config.tie_word_embeddings = "lm_head.weight" not in hf.tensors
@@ -98,9 +99,10 @@ def hugging_face_logits(hf: HfDirectory, tokens: torch.Tensor) -> torch.Tensor:
         return model.eval()(input_ids=tokens, use_cache=False).logits
 
 
-def megatron_logits(module: torch.nn.Module, export: Export, tokens: torch.Tensor, console: Console) -> torch.Tensor:
-    """Logits [B, T, padded V] of our model, without its prediction layer, from the checkpoint of `export`, float32."""
-    parameters = dict(module.named_parameters())
+def megatron_logits(model: Model, export: Export, tokens: torch.Tensor, console: Console) -> torch.Tensor:
+    """Logits [B, T, padded V] of our model from the checkpoint of `export`, float32."""
+    _, module = build_module(model, device="cpu")
+    parameters = {gpt_name(name, model): parameter for name, parameter in module.named_parameters()}
     with torch.no_grad(), progress_bar(console, "loading", sum(p.nbytes for p in parameters.values())) as advance:
         for name, parameter in parameters.items():
             parameter.copy_(export.parameter(name))

@@ -160,6 +160,7 @@ def write_weights(
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file({name: _own_storage(tensor) for name, tensor in produce(names)}, folder / file, {"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it
         weight_map |= dict.fromkeys(names, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -50,7 +51,7 @@ def model_from_config(config: Mapping[str, Any], layout: Layout) -> Model:
     """The model of a config.json; `layout` knows what its tensors alone say.
 
     Raises:
-        ValueError: a field is missing.
+        ValueError: a field is missing, or the embedding has fewer rows than the vocabulary.
         NotImplementedError: the model is none that a recipe can describe.
     """
     text = config.get("text_config") or config
@@ -70,6 +71,8 @@ def model_from_config(config: Mapping[str, Any], layout: Layout) -> Model:
         "init_std": text.get("initializer_range"),
         "router_balance_weight": text.get("router_aux_loss_coef") if layout.num_experts else None,
     }
+    if layout.padded_vocab_size < layout.vocab_size:
+        raise ValueError(f"padded_vocab_size must be at least {layout.vocab_size}, got {layout.padded_vocab_size}")
     found = {field: text[name] for field, name in names.items()}
     found |= {field: value for field, value in optional.items() if value is not None}
     found["rotary_base"] = int(found.get("rotary_base", Model.rotary_base))
@@ -124,6 +127,7 @@ def one_process() -> Iterator[None]:
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else os.getenv("WORLD_SIZE", "1")
     if int(world) != 1:
         raise ValueError(f"conversion is the work of one process, got {world}")
+    upstream.apply()
     if torch.distributed.is_initialized():
         yield
         return
@@ -132,7 +136,6 @@ def one_process() -> Iterator[None]:
     from qla_megatron.testing.platform import use_cpu
 
     use_cpu()
-    upstream.apply()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
@@ -147,8 +150,8 @@ def one_process() -> Iterator[None]:
 class MegatronModel:
     """A model without data, as one process without any parallelism would save it: any other layout loads that.
 
-    `parameters`: Megatron's sharded form of each parameter, by the parameter's name, over meta tensors. `objects`:
-    entries of the model that are no tensors. `common`: what a checkpoint holds beside the model.
+    `parameters`: Megatron's sharded form of each parameter, by the parameter's name in a GPTModel, over meta tensors.
+    `objects`: entries of the model that are no tensors. `common`: what a checkpoint holds beside the model.
     """
 
     parameters: dict[str, ShardedTensor | ShardedTensorFactory]
@@ -189,7 +192,7 @@ def megatron_model(model: Model) -> MegatronModel:
     entries = module.sharded_state_dict(metadata=metadata)
     objects = tuple(entry for entry in entries.values() if isinstance(entry, ShardedObject))
     return MegatronModel(
-        {name: entry for name, entry in entries.items() if not isinstance(entry, ShardedObject)},
+        {gpt_name(name, model): entry for name, entry in entries.items() if not isinstance(entry, ShardedObject)},
         objects,
         {
             "args": args,
@@ -202,27 +205,24 @@ def megatron_model(model: Model) -> MegatronModel:
 
 
 def build_module(model: Model, device: str) -> tuple[Namespace, Any]:
-    """Megatron's arguments for `model` in one process, and the GPTModel, in float32, its weights not initialized."""
-    from megatron.core.models.gpt import GPTModel
-
-    from qla_megatron.layers.spec import gpt_block_spec, mtp_block_spec
+    """Megatron's arguments for `model` in one process, and the module, in float32, its weights not initialized."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     recipe = _recipe(model)
     args = _arguments(recipe)
     config = build.model_config(recipe, args)
     with torch.device(device):
-        module = GPTModel(
-            config.transformer,
-            gpt_block_spec(config),
-            config.vocab_size,
-            config.seq_length,
-            mtp_block_spec=mtp_block_spec(config),
-            position_embedding_type="rope",
-            rotary_percent=config.rotary_percent,
-            rotary_base=config.rotary_base,
-            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-        )
+        module = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     return args, module
+
+
+def gpt_name(name: str, model: Model) -> str:
+    """The name in a GPTModel of a parameter of `model`; HybridModel has mixers and MLPs as layers in turn."""
+    if model.stack == "gpt":
+        return name
+    name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda match: f"decoder.layers.{int(match[1]) // 2}.", name)
+    name = re.sub(r"\.mtp_model_layer\.layers\.\d+\.", ".mtp_model_layer.", name)
+    return name.replace("decoder.final_norm.", "decoder.final_layernorm.")
 
 
 def _recipe(model: Model) -> Recipe:

@@ -1,7 +1,6 @@
 """A Megatron checkpoint -> a Hugging Face directory."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from qla_megatron.recipes.hugging_face.plan import (
     ties_embeddings,
 )
 from qla_megatron.recipes.hugging_face.to_megatron import layout_of
+from qla_megatron.recipes.recipe import Model
 
 _VISION_PREFIX, _TEXT_PREFIX = "model.language_model.", "model."
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", MTP)
@@ -70,7 +70,7 @@ def export_checkpoint(
     checkpoint = torch_dist.open_checkpoint(source, step)
     hf = open_directory(reference, needs_weights=False)
     layout = export_layout(checkpoint, hf, mtp, text_only=text_only)
-    model = model_from_config(hf.config, layout)
+    model = exported_model(checkpoint, hf, layout)
     with one_process():
         export = plan_export(checkpoint, hf, layout, megatron_model(model))
         kept = [
@@ -135,6 +135,12 @@ def export_layout(checkpoint: torch_dist.Checkpoint, hf: HfDirectory, mtp: MtpCh
     return layout_of(hf, [*names, *of_mtp], expects_mtp=False, **changes)
 
 
+def exported_model(checkpoint: torch_dist.Checkpoint, hf: HfDirectory, layout: Layout) -> Model:
+    """The model of the reference in the form in which the checkpoint was saved."""
+    is_hybrid = "decoder.final_norm.weight" in checkpoint.tensors
+    return replace(model_from_config(hf.config, layout), stack="hybrid" if is_hybrid else "gpt")
+
+
 def plan_export(
     checkpoint: torch_dist.Checkpoint, hf: HfDirectory, layout: Layout, megatron: MegatronModel
 ) -> "Export":
@@ -144,15 +150,7 @@ def plan_export(
         ValueError: a tensor is missing or of another shape in one of the two.
     """
     table = model_rules(layout, megatron)
-    is_hybrid = "decoder.final_norm.weight" in checkpoint.tensors
-    pieces = {
-        name: [
-            replace(piece, key=hybrid_key(piece.key)) if is_hybrid else piece
-            for piece in megatron.pieces(name, megatron.shape(name))
-        ]
-        for rule in table
-        for name in rule.megatron
-    }
+    pieces = {name: megatron.pieces(name, megatron.shape(name)) for rule in table for name in rule.megatron}
     for parameter in pieces.values():
         for piece in parameter:
             checkpoint.check(piece)
@@ -166,14 +164,6 @@ def plan_export(
         check_shapes(hf, looked_at, same)
     export.expected.update({name: tensor.to(export.dtype(name)) for name, tensor in shapes.items()})
     return export
-
-
-def hybrid_key(key: str) -> str:
-    """HybridModel's key for GPTModel's: mixers and MLPs are layers of their own there, one after the other."""
-    if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", key):
-        layer, rest = int(match[1]), match[2]
-        return f"decoder.layers.{2 * layer + rest.startswith(('mlp.', 'pre_mlp_layernorm.'))}.{rest}"
-    return key.replace("decoder.final_layernorm.", "decoder.final_norm.")
 
 
 @dataclass(frozen=True)

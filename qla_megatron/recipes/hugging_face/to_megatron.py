@@ -1,6 +1,7 @@
 """A Hugging Face directory -> a Megatron checkpoint that any parallel layout loads."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ def import_checkpoint(
     *,
     name: str | None = None,
     mtp: Literal["keep", "drop"] = "keep",
+    stack: Literal["gpt", "hybrid"] = "gpt",
     padded_vocab_size: int | None = None,
 ) -> list[Part]:
     """Write the Hugging Face directory `source` as the Megatron checkpoint `target`, for a recipe's `checkpoint.load`.
@@ -52,6 +54,7 @@ def import_checkpoint(
         console: for the progress bar.
         name: of the released model that `source` must be; None: any.
         mtp: "drop" leaves the multi-token prediction layer out.
+        stack: Megatron's model class, model.stack of the recipe.
         padded_vocab_size: rows of Megatron's embedding, model.padded_vocab_size of the recipe; None: as in `source`.
 
     Raises:
@@ -63,7 +66,7 @@ def import_checkpoint(
     names = [tensor for tensor in hf.tensors if not tensor.startswith(skipped)]
     changes = {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
     layout = layout_of(hf, names, expects_mtp=mtp == "keep", **changes)
-    model = model_from_config(hf.config, layout)
+    model = replace(model_from_config(hf.config, layout), stack=stack)
     if name is not None:
         check_is(model, name)
     with one_process():

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     LoadPlan,
-    Metadata,
     ReadItem,
     SavePlan,
     TensorStorageMetadata,
@@ -139,21 +137,14 @@ def _write_item(piece: ShardedTensor) -> WriteItem:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose metadata has been read and whose files have been looked at."""
+    """A checkpoint whose metadata has been read and whose files have been looked at.
+
+    `tensors`: shape, dtype and chunks of each by its key.
+    """
 
     path: Path
-    metadata: Metadata
+    tensors: dict[str, TensorStorageMetadata]
     reader: FileSystemReader
-
-    @property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shapes and dtypes by key."""
-        entries = self.metadata.state_dict_metadata
-        return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-    def common(self) -> dict[str, Any]:
-        """What is saved beside the tensors: Megatron's arguments, the step."""
-        return load_common_state_dict(self.path)
 
     def read(self, pieces: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         """The values of `pieces`, from whatever chunks they were saved in, in the dtype in which they were saved.
@@ -211,7 +202,9 @@ def open_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
             raise ValueError(f"{folder} must hold {name} according to .metadata, got none")
         if file.stat().st_size < size:
             raise ValueError(f"{file} must have {size} bytes according to .metadata, got {file.stat().st_size}")
-    return Checkpoint(folder, metadata, reader)
+    entries = metadata.state_dict_metadata.items()
+    tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    return Checkpoint(folder, tensors, reader)
 
 
 def _checkpoint_folder(path: Path, step: int | None) -> Path:
