@@ -1,4 +1,7 @@
-"""Make a dataset for training from text, or look at how one packs. Examples: `python tools/pack_dataset.py --help`."""
+"""Make a dataset for training from text, train a tokenizer, or look at how datasets pack.
+
+Examples: `python tools/pack_dataset.py --help`.
+"""
 
 import argparse
 import sys
@@ -11,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qla_megatron.data.corpus import jsonl_documents, read_info, stdlib_corpus, text_documents, text_files, write_corpus
+from qla_megatron.data.tokenize import train_tokenizer
 from qla_megatron.recipes.upstream import quiet_imports
 
 EXAMPLES = """
@@ -24,8 +28,14 @@ examples:
   Python's own standard library, about 10 MB that every machine has:
       python tools/pack_dataset.py --stdlib --out data/stdlib
 
-  how it packs into sequences of 4096 tokens whose documents start at multiples of 64:
-      python tools/pack_dataset.py --inspect data/stdlib --seq-length 4096 --align 64
+  a tokenizer of its own for it, and the dataset with that one:
+      python tools/pack_dataset.py train-tokenizer --stdlib --vocab-size 248320 --out data/stdlib_bpe
+      python tools/pack_dataset.py --stdlib --tokenizer data/stdlib_bpe --out data/stdlib
+
+  how it packs into sequences of 32768 tokens whose documents start at multiples of 64, with a plot, and how evenly
+  steps of 32 sequences spread over 8 data-parallel processes (any Megatron .bin/.idx will do):
+      python tools/pack_dataset.py stats data/stdlib --seq-length 32768 --align 64 --plot lengths.png \\
+          --global-batch 32 --data-parallel 8
 
 what comes out:
   PREFIX.bin and PREFIX.idx, Megatron's format, for --data-path or a recipe's data.paths; PREFIX.json says with which
@@ -35,48 +45,91 @@ what comes out:
 """
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split(". ")[0] + ".", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Options, with `command` as the function that does the work."""
+    kinds = {"stats": parse_stats, "train-tokenizer": parse_train_tokenizer}
+    if arguments and arguments[0] in kinds:
+        return kinds[arguments[0]](arguments[1:])
+    return parse_make(arguments)
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """Where documents come from."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", nargs="+", metavar="PATH", help="text files or folders, one document a file")
     source.add_argument(
         "--jsonl", nargs="+", metavar="FILE", help="files of one JSON object a line, one document a line"
     )
     source.add_argument("--stdlib", action="store_true", help="the sources of Python's standard library")
-    source.add_argument("--inspect", metavar="PREFIX", help="print how an existing dataset packs; writes nothing")
-    make = parser.add_argument_group("making a dataset")
-    make.add_argument("--out", metavar="PREFIX", help="path of the result, without .bin or .idx")
-    make.add_argument(
+    parser.add_argument("--suffix", nargs="+", default=[], metavar=".EXT", help="of the files to take from folders")
+    parser.add_argument("--key", default="text", help="key of the text in a line of --jsonl (default: text)")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffle of files (default: 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+def parse_make(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s (--text PATH ... | --jsonl FILE ... | --stdlib) --out PREFIX [options]\n"
+        "       %(prog)s stats PREFIX [options]\n       %(prog)s train-tokenizer (--text ... | ...) --out FOLDER",
+        description=__doc__.splitlines()[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_sources(parser)
+    parser.add_argument("--out", metavar="PREFIX", required=True, help="path of the result, without .bin or .idx")
+    parser.add_argument(
         "--tokenizer", default="byte", help="byte (default), a tokenizer.json, or a folder that holds one"
     )
-    make.add_argument("--eod", help="the token that ends a document (default: <|endoftext|>, else the eos_token)")
-    make.add_argument("--suffix", nargs="+", default=[], metavar=".EXT", help="of the files to take from folders")
-    make.add_argument("--key", default="text", help="key of the text in a line of --jsonl (default: text)")
-    make.add_argument("--seed", type=int, default=0, help="of the shuffle of files (default: 0)")
-    make.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
-    make.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
-    inspect = parser.add_argument_group("inspecting")
-    inspect.add_argument("--seq-length", type=int, default=4096, help="tokens of a packed sequence (default: 4096)")
-    inspect.add_argument("--align", type=int, default=64, help="documents start at multiples of it (default: 64)")
-    options = parser.parse_args(arguments)
-    if not options.inspect and not options.out:
-        parser.error("--out PREFIX is needed to write a dataset")
-    return options
+    parser.add_argument("--eod", help="the token that ends a document (default: <|endoftext|>, else the eos_token)")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    parser.set_defaults(command=make_dataset)
+    return parser.parse_args(arguments)
+
+
+def parse_train_tokenizer(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{Path(sys.argv[0]).name} train-tokenizer",
+        description="Train byte-pair encoding on a corpus, and write a folder that --tokenizer takes.",
+    )
+    add_sources(parser)
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="gets tokenizer.json and tokenizer_config.json")
+    parser.add_argument(
+        "--vocab-size", type=int, default=248_320, help="the most tokens; small corpora give fewer (default: 248320)"
+    )
+    parser.add_argument(
+        "--min-frequency", type=int, default=2, help="how often a pair must occur to be joined (default: 2)"
+    )
+    parser.set_defaults(command=make_tokenizer)
+    return parser.parse_args(arguments)
+
+
+def parse_stats(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{Path(sys.argv[0]).name} stats", description="How a dataset packs; writes nothing but the plot."
+    )
+    parser.add_argument("prefix", metavar="PREFIX", help="a dataset of Megatron's format, without .bin or .idx")
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a packed sequence (default: 4096)")
+    parser.add_argument("--align", type=int, default=64, help="documents start at multiples of it (default: 64)")
+    parser.add_argument("--global-batch", type=int, default=1, help="sequences of a training step (default: 1)")
+    parser.add_argument("--data-parallel", type=int, default=1, help="processes that share a step (default: 1)")
+    parser.add_argument("--plot", metavar="FILE", help="draw the lengths of documents into a picture (.png, .svg)")
+    parser.set_defaults(command=show_statistics)
+    return parser.parse_args(arguments)
+
+
+def sources(options: argparse.Namespace) -> tuple[Iterable[str], int | None]:
+    """The documents that the options name, and their number where it is known."""
+    if options.jsonl:
+        return jsonl_documents(map(Path, options.jsonl), options.key), None
+    if options.stdlib:
+        documents = stdlib_corpus(options.seed)
+        return documents, len(documents)
+    files = text_files(options.text, tuple(options.suffix), options.seed)
+    return text_documents(files), len(files)
 
 
 def make_dataset(options: argparse.Namespace, console: Console) -> None:
-    documents: Iterable[str]
-    total = None
-    if options.jsonl:
-        documents = jsonl_documents(map(Path, options.jsonl), options.key)
-    elif options.stdlib:
-        documents = stdlib_corpus(options.seed)
-        total = len(documents)
-    else:
-        files = text_files(options.text, tuple(options.suffix), options.seed)
-        documents, total = text_documents(files), len(files)
+    documents, total = sources(options)
     info = write_corpus(
         documents,
         options.out,
@@ -94,32 +147,51 @@ def make_dataset(options: argparse.Namespace, console: Console) -> None:
     )
 
 
-def inspect_dataset(options: argparse.Namespace, console: Console) -> None:
+def make_tokenizer(options: argparse.Namespace, console: Console) -> None:
+    documents, _ = sources(options)
+    count = train_tokenizer(
+        documents,
+        options.vocab_size,
+        options.out,
+        min_frequency=options.min_frequency,
+        overwrite=options.overwrite,
+        show_progress=console.is_terminal,
+    )
+    print(f"{options.out}: {count:,} tokens")
+    if count < options.vocab_size:
+        print(f"The corpus gives no more; a model may have a larger vocabulary, such as {options.vocab_size:,}.")
+
+
+def show_statistics(options: argparse.Namespace, console: Console) -> None:
     # Megatron takes seconds to import; --help should not.
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     from qla_megatron.data.packed import check_alignment, packing_statistics
 
     check_alignment(options.seq_length, options.align)
-    if not IndexedDataset.exists(options.inspect):
-        raise ValueError(f"--inspect must name a dataset, got {options.inspect}: no .bin and .idx there")
-    with Path(f"{options.inspect}.idx").open("rb") as index:
+    if not IndexedDataset.exists(options.prefix):
+        raise ValueError(f"PREFIX must name a dataset, got {options.prefix}: no .bin and .idx there")
+    with Path(f"{options.prefix}.idx").open("rb") as index:
         is_index = index.read(9) == b"MMIDIDX\0\0"
     if not is_index:
-        raise ValueError(f"--inspect must name a dataset, got {options.inspect}: its .idx is not Megatron's")
-    dataset = IndexedDataset(options.inspect)  # kept to the end: it unmaps its index, lengths included, when it goes
+        raise ValueError(f"PREFIX must name a dataset, got {options.prefix}: its .idx is not Megatron's")
+    dataset = IndexedDataset(options.prefix)  # kept to the end: it unmaps its index, lengths included, when it goes
     lengths = dataset.sequence_lengths
     statistics = packing_statistics(lengths, options.seq_length, options.align)
     table = Table(
-        title=f"{options.inspect}, sequences of {options.seq_length:,}, aligned to {options.align}", show_header=False
+        title=f"{options.prefix}, sequences of {options.seq_length:,}, aligned to {options.align}", show_header=False
     )
-    if Path(f"{options.inspect}.json").exists():
-        info = read_info(options.inspect)
+    if Path(f"{options.prefix}.json").exists():
+        info = read_info(options.prefix)
         table.add_row("tokenizer", f"{info.tokenizer}, vocabulary {info.vocab_size:,}")
-    for name, text in describe(statistics).items():
+    rows = describe(statistics) | describe_work(dataset, options)
+    for name, text in rows.items():
         table.add_row(name, text)
     console.print(table)
     console.print(histogram(lengths))
+    if options.plot:
+        plot_lengths(lengths, options)
+        print(f"plot: {options.plot}")
 
 
 def describe(statistics: dict[str, Any]) -> dict[str, str]:
@@ -133,24 +205,83 @@ def describe(statistics: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def describe_work(dataset: Any, options: argparse.Namespace) -> dict[str, str]:
+    """Attention's work in the order in which the first epoch is read, and how evenly processes share it."""
+    from megatron.core.datasets.utils import Split
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    from qla_megatron.data.balance import attention_cost, even_order, imbalance
+    from qla_megatron.data.packed import PackedDataset, PackedDatasetConfig
+
+    config = PackedDatasetConfig(
+        random_seed=1234, sequence_length=options.seq_length, blend=([options.prefix], None), split="1",
+        tokenizer=MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=1),
+        align=options.align,
+    )  # fmt: skip
+    indices = np.arange(len(dataset), dtype=np.int32)
+    packed = PackedDataset(dataset, options.prefix, indices, None, Split.train, config)
+    costs = np.array([attention_cost(packed, i) for i in range(len(packed))])
+    rows = {"tokens that a token sees in attention, mean": f"{costs.mean() / options.seq_length:,.0f}"}
+    ranks, block = options.data_parallel, options.global_batch
+    if ranks < 1 or block % ranks or block < 1:
+        raise ValueError(f"--global-batch must be a multiple of --data-parallel={ranks}, got {block}")
+    if ranks > 1:
+        steps = costs[: len(costs) // block * block].reshape(-1, block)
+        if not len(steps):
+            raise ValueError(f"an epoch must hold --global-batch={block} sequences, got {len(costs)}")
+        name = "attention of the busiest process over the mean"
+        rows[f"{name}, dealt as read"] = f"{np.mean([imbalance(step, ranks) for step in steps]):.3f}"
+        even = [imbalance(step[even_order(step, ranks)], ranks) for step in steps]
+        rows[f"{name}, balanced"] = f"{np.mean(even):.3f}"
+    return rows
+
+
 def histogram(lengths: np.ndarray) -> Table:
     """Documents and their share of the tokens, by powers of two of the length."""
     table = Table("tokens a document", "documents", "share of tokens", "")
-    exponents = np.frexp(np.maximum(lengths, 1))[1] - 1
-    counts, tokens = np.bincount(exponents), np.bincount(exponents, weights=lengths)
-    for k in range(exponents.min(), len(counts)):
+    first, counts, tokens = by_powers_of_two(lengths)
+    for k in range(first, len(counts)):
         bar = "█" * round(20 * counts[k] / counts.max())
         share = tokens[k] / max(tokens.sum(), 1)
         table.add_row(f"{2**k:,} to {2 ** (k + 1) - 1:,}", f"{counts[k]:,}", f"{share:.1%}", bar)
     return table
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    quiet_imports()
-    console = Console()
+def by_powers_of_two(lengths: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+    """The first k with documents of 2^k to 2^(k+1) - 1 tokens; for each k, documents and their tokens."""
+    exponents = np.frexp(np.maximum(lengths, 1))[1] - 1
+    return int(exponents.min()), np.bincount(exponents), np.bincount(exponents, weights=lengths)
+
+
+def plot_lengths(lengths: np.ndarray, options: argparse.Namespace) -> None:
+    """Documents, and where the tokens are, by length."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    first, counts, tokens = by_powers_of_two(lengths)
+    left = 2.0 ** np.arange(first, len(counts))
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for values, label, offset in ((counts, "documents", 1.0), (tokens, "tokens", 2**0.45)):
+        axes.bar(left * offset, values[first:] / values.sum(), width=left * 0.35 * offset, align="edge", label=label)
+    axes.axvline(options.seq_length, color="black", linestyle=":", label="sequence length")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens a document")
+    axes.set_ylabel("share")
+    axes.set_title(f"{Path(options.prefix).name}: {len(lengths):,} documents, {int(lengths.sum()):,} tokens")
+    axes.legend()
     try:
-        (inspect_dataset if options.inspect else make_dataset)(options, console)
+        figure.savefig(options.plot, dpi=150)
+    finally:
+        pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    quiet_imports()
+    try:
+        options.command(options, Console())
     except (ValueError, OSError) as error:
         print(f"pack_dataset: {error}", file=sys.stderr)
         return 2

@@ -1,12 +1,13 @@
-"""Tokenizers for making datasets: text -> token ids. Local files only."""
+"""Tokenizers for making datasets: text -> token ids. Local files only; one can be trained on a corpus."""
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 BYTE = "byte"
 BYTE_VOCABULARY = 257
@@ -65,6 +66,71 @@ def load_tokenizer(source: str, eod: str | None = None) -> TextTokenizer:
 
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # the ids may have holes
     return TextTokenizer(str(source), vocab_size, eod_id, encode)
+
+
+def train_tokenizer(
+    documents: Iterable[str],
+    vocab_size: int,
+    folder: str | os.PathLike[str],
+    *,
+    min_frequency: int = 2,
+    overwrite: bool = False,
+    show_progress: bool = False,
+) -> int:
+    """Train byte-pair encoding over bytes, so that any text has tokens, and write it as Hugging Face's tokenizers do.
+
+    `folder` gets tokenizer.json and tokenizer_config.json, which `load_tokenizer` and transformers read. Tokens are
+    `<|endoftext|>` (id 0), the 256 bytes, and pieces of words in the order of their frequency; the same documents give
+    the same file.
+
+    Args:
+        documents: texts to learn from.
+        vocab_size: the most tokens to have, at least 257; a small corpus has fewer pairs to join.
+        folder: is made.
+        min_frequency: how often a pair has to occur to be joined.
+        overwrite: whether an existing tokenizer.json may be replaced.
+        show_progress: whether to show a bar.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        ValueError: `vocab_size` below 257, `min_frequency` below 1, or no text in `documents`.
+        FileExistsError: `folder` holds a tokenizer and `overwrite` is False.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    for name, value, least in (("vocab_size", vocab_size, len(alphabet) + 1), ("min_frequency", min_frequency, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    target = Path(folder) / "tokenizer.json"
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"folder must hold no tokenizer unless overwriting is asked for, got {target}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    seen = 0
+
+    def texts() -> Iterable[str]:
+        nonlocal seen
+        for text in documents:
+            seen += len(text)
+            yield text
+
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet,
+        show_progress=show_progress,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts(), trainer)
+    if not seen:
+        raise ValueError("documents must hold text, got none")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    target.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    part = target.with_name(".tokenizer.json")
+    tokenizer.save(str(part))
+    part.replace(target)
+    return tokenizer.get_vocab_size()
 
 
 def encode_bytes(text: str) -> np.ndarray:

@@ -121,7 +121,8 @@ def test_tokenizer_trained_on_the_corpus(tool: ModuleType, tmp_path: Path, capsy
     assert f"{folder}: 265 tokens" in capsys.readouterr().out
     assert tool.main([*source, "--tokenizer", str(folder), "--out", str(tmp_path / "d")]) == 0
     assert "vocabulary 265, documents end with id 0" in capsys.readouterr().out
-    tokens = IndexedDataset(str(tmp_path / "d"))[0]
+    dataset = IndexedDataset(str(tmp_path / "d"))  # kept: its memory goes with it
+    tokens = dataset[0]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.decode(tokens[:-1].tolist()) == (tmp_path / "a.txt").read_text()
     assert tokens[-1] == 0
