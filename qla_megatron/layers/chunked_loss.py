@@ -119,9 +119,6 @@ class _Head:
         self.layers_forward, self.models_loss = layer.forward, model.compute_language_model_loss
         model.register_forward_pre_hook(self.note_labels, with_kwargs=True)
         layer.forward, model.compute_language_model_loss = self.output, self.loss
-        if model.share_embeddings_and_output_weights:
-            # The embedding's gradient comes through autograd; Megatron is to add it to what is in the buffer already.
-            model.shared_embedding_or_output_weight().zero_out_wgrad = True
 
     def note_labels(self, model: LanguageModule, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.labels = self.parameters.bind(*args, **keywords).arguments.get("labels")
@@ -227,7 +224,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight, dx, dw, *rest = ctx.saved_tensors
         if ctx.in_forward:
             factor = _one_number(g)
-            dx = None if dx is None else dx * factor.to(dx.dtype)
+            dx = None if dx is None else _scaled(dx, factor)
             dweight = None if dw is None else _deliver(weight, dw, factor)
         else:
             x, y, sums = rest
@@ -251,7 +248,7 @@ def _chunks(tokens: int, token_bytes: int, chunk_bytes: int) -> Iterator[slice]:
 
 
 def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function through torch.compile on a GPU, where it would else pass over the logits several times."""
+    """The function through torch.compile on a GPU, where it would else pass over its first argument several times."""
     compiled = functools.cache(lambda: torch.compile(function))
 
     @functools.wraps(function)
@@ -273,6 +270,12 @@ def _softmax_less_label(logits: Tensor, sums: Tensor, row: Tensor, g: Tensor) ->
     softmax = torch.exp(logits.float() - sums[:, None])
     is_label = torch.arange(logits.shape[1], device=logits.device) == row[:, None]
     return ((softmax - is_label.float()) * g[:, None]).to(logits.dtype)
+
+
+@_fused
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """factor x in the dtype of x; the factor is not rounded to it."""
+    return (x.float() * factor).to(x.dtype)
 
 
 def _target(logits: Tensor, row: Tensor) -> Tensor:
@@ -313,7 +316,7 @@ def _one_number(g: Tensor) -> Tensor:
             "is_summed=True takes the gradient of a sum, one number for all tokens, got a gradient for each token; "
             "use is_summed=False where losses are weighted, and IGNORED labels for tokens without loss"
         )
-    return g.reshape(-1)[0]
+    return g[(0,) * g.dim()]
 
 
 def _deliver(weight: Tensor, dw: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -325,8 +328,9 @@ def _deliver(weight: Tensor, dw: Tensor, factor: Tensor | None = None) -> Tensor
         main_grad.addcmul_(dw, factor)
     else:
         main_grad.add_(dw if factor is None else dw * factor)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron then drops what is returned here
-    return weight.new_zeros(()).expand_as(weight)  # the hooks that reduce gradients run only where one comes
+    # Zeros, for the hooks that add what comes to the buffer and reduce it run only where a gradient comes. They are not
+    # told that it is there already (grad_added_to_main_grad): they would drop the embedding's part of a tied weight.
+    return weight.new_zeros(()).expand_as(weight)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, splits: int, chunk_bytes: int) -> None:

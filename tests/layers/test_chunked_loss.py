@@ -67,6 +67,41 @@ def test_equals_float64(dtype: torch.dtype, tokens_a_chunk: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+def test_the_gradients_factor_is_not_rounded() -> None:
+    hidden, weight, labels, g = case(torch.bfloat16)
+    found, expected = run(hidden, weight, labels, None)[1], run(hidden, weight, labels, torch.ones_like(g))[1]
+    share = (found.double() * expected.double()).sum() / expected.double().square().sum()
+    assert abs(share / 0.7 - 1) < 2e-4  # 0.7 in bfloat16 is off by 1.1e-3, for all elements alike
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_with_the_whole_vocabulary() -> None:
+    """bfloat16 through the fused functions: against float64 for some tokens, and no more memory than said."""
+    tokens, width, rows, limit = 4096, 256, 248_320, 64 << 20
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, 1, width, device="cuda", generator=generator).bfloat16()
+    weight = (torch.randn(rows, width, device="cuda", generator=generator) * 0.05).bfloat16()
+    labels = torch.randint(rows, (1, tokens), device="cuda", generator=generator)
+    labels[:, ::5] = IGNORED
+    for gradient in (None, torch.full((1, tokens), 0.7, device="cuda")):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        losses, dh, dw = run(hidden, weight, labels, gradient, chunk_bytes=limit)
+        held = 4 * hidden.numel() * 2 + 3 * weight.numel() * 4
+        assert torch.cuda.max_memory_allocated() - before < held + 4 * limit  # whole logits would be 2 GiB
+        again = run(hidden, weight, labels, gradient, chunk_bytes=limit)
+        assert all(torch.equal(a, b) for a, b in zip((losses, dh, dw), again, strict=True))
+        expected = 0.0
+        for part in range(0, tokens, 512):
+            here = slice(part, part + 512)
+            loss, some, more = reference(hidden[here], weight, labels[:, here], 0.7)
+            assert_close(losses[:, here], loss, 1e-3, "losses")
+            assert_close(dh[here], some, TOLERANCES[torch.bfloat16], "dh")
+            expected = expected + more
+        assert_close(dw, expected, TOLERANCES[torch.bfloat16], "dw")
+
+
 def test_large_logits_neither_overflow_nor_lose_the_loss() -> None:
     hidden, weight, labels, g = case(scale=1000.0)
     for gradient, factor in ((g, g), (None, 0.7)):
