@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qla_megatron.data.corpus import write_corpus
-from qla_megatron.recipes import catalogue, checks, overrides
+from qla_megatron.recipes import build, catalogue, checks, overrides
 from qla_megatron.recipes.flops import flops_at
 from qla_megatron.recipes.progress import Progress, read_log
 from qla_megatron.testing.distributed import run_ranks
@@ -137,6 +137,27 @@ def test_mfu_is_the_models_flops_over_the_gpus_peak(tmp_path: Path) -> None:
     assert speed["mfu"] == pytest.approx(speed["tokens_per_s"] * flops / (8 * 989.4e12))
     assert published[10]["mfu"] == speed["mfu"]
     assert "MFU" in progress.terminal.getvalue()
+
+
+def test_weights_and_biases_gets_the_same_or_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from qla_megatron.recipes import hooks, train
+
+    class Wandb:
+        logged: ClassVar[list[Any]] = []
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.logged.append((values, step))
+
+    monkeypatch.setattr(hooks, "get_tensorboard_writer", lambda: None)
+    monkeypatch.setattr(hooks, "get_wandb_writer", Wandb)
+    hooks.publish({"mfu": 0.5}, 7)
+    assert Wandb.logged == [({"mfu": 0.5}, 7)]
+    recipe = overrides.apply(catalogue.find(DENSE), ["train.wandb=project", f"checkpoint.folder={tmp_path}/run"])
+    assert {"--wandb-project", "project", "--tensorboard-dir"} <= set(build.megatron_flags(recipe, DENSE))
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(checks.RecipeError, match=r"train\.wandb=project needs the package wandb"):
+        train.train(recipe, DENSE, rank=0, world=1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_mixers_matter(whole_run: Path) -> None:
