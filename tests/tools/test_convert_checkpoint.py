@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import TOOL, assert_bitwise, call, hurry, make_families, run, tensors_of, write_directory
+from safetensors.torch import save_file
 
 from qla_megatron.recipes import build, catalogue, checks, overrides
 from qla_megatron.recipes.models import MODELS
@@ -47,9 +48,12 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def import_on_this_rank(root: str) -> None:
+    from qla_megatron.recipes.hugging_face import torch_dist
+
     make_families(Path(root), list(MODELS))
     for name in MODELS:
         folder = Path(root) / name
+        torch_dist.FILE_BYTES = 1 << 16 if name in DIRECT else 2 << 30
         run("import", "--hf", folder / "hf", "--megatron", folder / "megatron")
         code, out = call("check", "--hf", folder / "hf", "--megatron", folder / "megatron", "--tokens", "70")
         (folder / "check").write_text(f"{code}\n{out}")
@@ -157,6 +161,7 @@ def test_there_and_back_is_bitwise(round_trips: Path, name: str) -> None:
         for file in ("config.json", "tokenizer.json"):
             assert (back / file).read_bytes() == (folder / "hf" / file).read_bytes()
     if name in DIRECT:
+        assert len(list((folder / "megatron" / "release").glob("*.distcp"))) > 2
         assert len(list((folder / "back_megatron").glob("*.safetensors"))) > 2
     there = {"hf", "check", "megatron", *layouts_of(name), *(f"back_{layout}" for layout in layouts_of(name))}
     assert {file.name for file in folder.iterdir()} == there
@@ -177,21 +182,27 @@ def choices_on_this_rank(root: str) -> dict[str, tuple[int, str]]:
     other = tensors_of(hf)
     other["model.language_model.layers.1.mlp.gate.weight"] *= 1.1
     write_directory(folder / "other", json.loads((hf / "config.json").read_text()), other)
-    dropped, whole = folder / "dropped", folder / "whole"
+    single = folder / "single"
+    single.mkdir()
+    save_file(tensors_of(hf), single / "model.safetensors")
+    (single / "config.json").write_bytes((hf / "config.json").read_bytes())
+    dropped, whole, text = folder / "dropped", folder / "whole", folder / "text"
 
     def export(name: str, source: Path, reference: Path, *options: str) -> tuple[int, str]:
         return call("export", "--megatron", source, "--reference", reference, "--hf", folder / name, *options)
 
     return {
         "dropped": call("import", "--hf", hf, "--megatron", dropped, "--mtp", "drop"),
-        "whole": call("import", "--hf", hf, "--megatron", whole),
+        "whole": call("import", "--hf", single, "--megatron", whole),
         "keep": export("keep", dropped, hf),
         "reference": export("reference", dropped, hf, "--mtp", "reference"),
         "drop": export("drop", whole, hf, "--mtp", "drop"),
         "text": export("text", whole, hf, "--text-only"),
         "bare": export("bare_text", whole, bare, "--text-only"),
         "vision": export("vision", whole, bare),
-        "check text": call("check", "--hf", folder / "text", "--megatron", whole),
+        "check text": call("check", "--hf", text, "--megatron", whole),
+        "from text": call("import", "--hf", text, "--megatron", folder / "from_text"),
+        "text again": export("text_again", folder / "from_text", text),
         "check other": call("check", "--hf", folder / "other", "--megatron", whole),
         "check dropped": call("check", "--hf", hf, "--megatron", dropped),
     }
@@ -217,6 +228,7 @@ def test_choices(tmp_path: Path) -> None:
 
     of_text = {n.replace("language_model.", ""): t for n, t in source.items() if not n.startswith("model.visual.")}
     assert_bitwise(tensors_of(tmp_path / "text"), of_text)
+    assert_bitwise(tensors_of(tmp_path / "text_again"), of_text)
     of_class = {"architectures": ["Qwen3_5MoeForCausalLM"], "tie_word_embeddings": False}
     assert json.loads((tmp_path / "text" / "config.json").read_text()) == text | of_class
     # without weights to look at, small norms are what minus one, plus one makes of them

@@ -20,6 +20,7 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+_FILES_KEPT_OPEN = 4  # a rule's tensors lie in one or two; pages of files that are closed are free again
 # What a model's directory holds beside its weights: configurations, tokenizer, chat template, processors.
 _SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
@@ -56,6 +57,8 @@ class HfDirectory:
         file = self.tensors[name].file
         try:
             if file not in self._open_files:
+                while len(self._open_files) >= _FILES_KEPT_OPEN:
+                    self._open_files.pop(next(iter(self._open_files)))
                 self._open_files[file] = safe_open(file, framework="pt")
             return self._open_files[file].get_tensor(name)
         except Exception as error:  # safetensors has one type for all faults, and it is no ValueError
@@ -66,7 +69,7 @@ class HfDirectory:
         return [
             file
             for file in sorted(self.path.iterdir())
-            if file.suffix in _SMALL_FILES and file.is_file() and file.name != INDEX
+            if file.suffix in _SMALL_FILES and file.is_file() and not file.name.endswith(".index.json")
         ]
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -190,10 +190,11 @@ def megatron_model(model: Model) -> MegatronModel:
     args, module = build_module(model, device="meta")
     metadata = _build_sharded_state_dict_metadata(args)
     entries = module.sharded_state_dict(metadata=metadata)
-    objects = tuple(entry for entry in entries.values() if isinstance(entry, ShardedObject))
+    objects = [entry for entry in entries.values() if isinstance(entry, ShardedObject)]
+    objects += _states_of_transformer_engine(entries.values(), {entry.unique_key for entry in objects})
     return MegatronModel(
         {gpt_name(name, model): entry for name, entry in entries.items() if not isinstance(entry, ShardedObject)},
-        objects,
+        tuple(objects),
         {
             "args": args,
             "checkpoint_version": 3.0,
@@ -202,6 +203,18 @@ def megatron_model(model: Model) -> MegatronModel:
             "content_metadata": _clean_metadata_for_serialization(metadata),
         },
     )
+
+
+def _states_of_transformer_engine(entries: Iterable[Any], known: set[str]) -> list[ShardedObject]:
+    """Empty entries that a model of Transformer Engine's modules asks a checkpoint for beside those of local modules:
+    its norms and its attention have a state, too, which is empty without FP8."""
+    found = {}
+    for entry in entries:
+        for end, module in ((r"norm\.weight", "norm"), (r"linear_qkv\.weight", "core_attention")):
+            if re.search(end + "$", entry.key):
+                key = re.sub(end + "$", f"{module}._extra_state", entry.key)
+                found[key] = ShardedObject(key, None, (1,), (0,))
+    return [entry for entry in found.values() if entry.unique_key not in known]
 
 
 def build_module(model: Model, device: str) -> tuple[Namespace, Any]:

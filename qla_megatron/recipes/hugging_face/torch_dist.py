@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 TRACKER = "latest_checkpointed_iteration.txt"
+FILE_BYTES = 2 << 30  # a new file is begun after so many: torch's writer holds on to what it has written of a file
 RELEASE = "release"  # Megatron's name for weights without a run: it starts at step 0, without optimizer state
 
 Place = tuple[str, torch.Size]
@@ -56,8 +57,6 @@ def write(
     produce: Callable[[int], Iterable[ShardedTensor]],
     objects: Iterable[ShardedObject],
     common: Mapping[str, Any],
-    *,
-    file_bytes: int = 16 << 30,
 ) -> None:
     """Write a checkpoint for Megatron's `--load`: `folder`/release and the file that names it.
 
@@ -66,13 +65,12 @@ def write(
         steps: what there will be, over meta tensors; the tensors of one step come together.
         produce: step number -> the same pieces with their values. Called once a step, in order.
         objects, common: see MegatronModel.
-        file_bytes: a new file is begun after so many.
     """
     release = folder / RELEASE
     release.mkdir()
     writer = FileSystemWriter(release)
     planner = _Producer(steps, produce, [*objects, ShardedObject("common_state", dict(common), (1,), (0,))])
-    plans, metadata = create_default_global_save_plan(planner.plans(file_bytes))
+    plans, metadata = create_default_global_save_plan(planner.plans(FILE_BYTES))
     plans = writer.prepare_global_plan(plans)
     writer.set_up_storage_writer(True)
     writer.finish(metadata, [writer.write_data(plan, planner).wait() for plan in plans])
