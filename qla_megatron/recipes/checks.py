@@ -150,7 +150,7 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
         "parallel": "gpus tensor context pipeline expert gpus_per_node layers_per_virtual_stage first_stage_layers "
         "last_stage_layers",
         "data": "sequence_length alignment",
-        "train": "steps global_batch seed evaluate_every log_every",
+        "train": "steps global_batch seed evaluate_every log_every loss_chunk_mib",
         "optimizer": "decay_steps",
         "checkpoint": "save_every",
     }
@@ -159,6 +159,7 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
         "data": "workers",
         "train": "evaluate_sequences",
         "optimizer": "lr min_lr warmup_steps weight_decay beta1 beta2 eps clip",
+        "checkpoint": "loss_tolerance",
     }
     for lowest, parts in ((1, at_least_one), (0, at_least_zero)):
         for part, names in parts.items():

@@ -1,17 +1,7 @@
-"""Pretraining recipes of the Qwen3.6 sizes: the shapes and layouts of Qwen3.5 27B and 35B-A3B."""
+"""Recipes of the Qwen3.6 sizes, 27B and 35B-A3B: the shapes and the layouts of Qwen3.5's."""
 
-from dataclasses import replace
-
+from qla_megatron.recipes import qwen3_5
 from qla_megatron.recipes.models import MODELS
-from qla_megatron.recipes.qwen3_5 import qwen3_5_27b_pretrain_4k_16xh200, qwen3_5_35b_a3b_pretrain_4k_8xh200
-from qla_megatron.recipes.recipe import Recipe
 
-
-def qwen3_6_27b_pretrain_4k_16xh200() -> Recipe:
-    """Qwen3.6-27B on two nodes, TP4."""
-    return replace(qwen3_5_27b_pretrain_4k_16xh200(), model=MODELS["qwen3_6_27b"])
-
-
-def qwen3_6_35b_a3b_pretrain_4k_8xh200() -> Recipe:
-    """Qwen3.6-35B-A3B on one node: the experts over all eight GPUs."""
-    return replace(qwen3_5_35b_a3b_pretrain_4k_8xh200(), model=MODELS["qwen3_6_35b_a3b"])
+_ALIKE = tuple(name.replace("qwen3_6", "qwen3_5") + "_" for name in MODELS if name.startswith("qwen3_6"))
+RUNS = {name.replace("qwen3_5", "qwen3_6"): run for name, run in qwen3_5.RUNS.items() if name.startswith(_ALIKE)}

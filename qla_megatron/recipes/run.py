@@ -4,6 +4,7 @@ torchrun --nproc-per-node N -m qla_megatron.recipes.run NAME [path.to.field=valu
 """
 
 import argparse
+import json
 import os
 import shlex
 import socket
@@ -14,7 +15,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from qla_megatron.recipes import build, catalogue, checks, overrides
+from qla_megatron.recipes import build, catalogue, checks, launch, overrides, plan_table, planner
+from qla_megatron.recipes.launch import torchrun_command
 from qla_megatron.recipes.recipe import Recipe
 
 EXAMPLES = """
@@ -24,6 +26,12 @@ examples:
 
   one recipe in full, and the Megatron arguments that it becomes; starts nothing:
       python -m qla_megatron.recipes.run qwen3_5_9b_pretrain_4k_8xh200 --print
+
+  what it needs: memory of a GPU, work, messages, expected time; and what to change where it does not fit:
+      python -m qla_megatron.recipes.run qwen3_5_9b_pretrain_4k_8xh200 --plan data.sequence_length=65536
+
+  a file that starts it on a cluster (torchrun, slurm or k8s):
+      python -m qla_megatron.recipes.run qwen3_5_27b_pretrain_4k_16xh200 --write-launch slurm > train.sbatch
 
   the demo's model on two CPU processes (`make demo` makes the data first); --launch calls torchrun for you:
       python -m qla_megatron.recipes.run tiny_pretrain_2k_2xcpu --launch
@@ -57,6 +65,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--print", action="store_true", help="show the full recipe and its Megatron arguments, and stop"
     )
     parser.add_argument("--launch", action="store_true", help="start the processes of one machine with torchrun")
+    parser.add_argument(
+        "--plan", action="store_true", help="show memory, work, messages and expected time, and what to change; stop"
+    )
+    parser.add_argument("--document-length", type=int, metavar="TOKENS", help="--plan: tokens of a document in a pack")
+    parser.add_argument("--rates", action="store_true", help="--plan: show the rates that times rest on, too")
+    parser.add_argument("--json", action="store_true", help="--plan: all figures as JSON")
+    parser.add_argument("--write-launch", choices=launch.KINDS, help="write a file that starts the recipe on a cluster")
+    parser.add_argument("--image", default=launch.Place.image, help="--write-launch: container image")
+    parser.add_argument(
+        "--mount", action="append", default=[], metavar="OUTSIDE:INSIDE", help="--write-launch: a folder or claim"
+    )
+    parser.add_argument(
+        "--kernels", default=launch.Place.kernels, metavar="FOLDER", help="--write-launch: compiled kernels, inside"
+    )
     options = parser.parse_intermixed_args(arguments)
     if not options.list and options.name is None:
         parser.error("which recipe? NAME is missing; --list shows them all")
@@ -75,6 +97,13 @@ def main(arguments: list[str] | None = None) -> int:
         checks.check(recipe)
         if options.print:
             print_recipe(recipe, options.name, options.assignments)
+            return 0
+        if options.plan:
+            show_plan(recipe, options)
+            return 0
+        if options.write_launch:
+            place = launch.Place(options.image, tuple(options.mount), options.kernels)
+            print(launch.write(options.write_launch, recipe, options.name, options.assignments, place), end="")
             return 0
         prepare(recipe, options, arguments)
     except ValueError as refusal:
@@ -121,29 +150,32 @@ def prepare(recipe: Recipe, options: argparse.Namespace, arguments: list[str]) -
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def torchrun_command(recipe: Recipe, arguments: list[str]) -> list[str]:
-    """The torchrun line for a recipe: on each node, with NODE and HOST to fill in where there are several."""
-    gpus, per_node = recipe.parallel.gpus, recipe.parallel.gpus_per_node
-    if gpus <= per_node:
-        where = ["--standalone", "--nproc-per-node", str(gpus)]
-    else:
-        where = ["--nnodes", str(gpus // per_node), "--nproc-per-node", str(per_node)]
-        where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    return ["torchrun", *where, "-m", "qla_megatron.recipes.run", *arguments]
-
-
 def print_list() -> None:
-    """A table of all recipes."""
-    table = Table("recipe", "what", "processes", "layout", "tokens a step", box=None, pad_edge=False)
-    for name, function in catalogue.RECIPES.items():
-        recipe = function()
-        p = recipe.parallel
-        sizes = {"TP": p.tensor, "CP": p.context, "PP": p.pipeline, "EP": p.expert, "DP": p.data}
-        layout = " ".join(f"{short}{size}" for short, size in sizes.items() if size > 1) or "one process"
-        what = (function.__doc__ or "").splitlines()[0]
-        tokens = recipe.train.global_batch * recipe.data.sequence_length
-        table.add_row(name, what, f"{p.gpus} {p.device}", layout, f"{tokens:,}")
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    """A table of all recipes, by model, with parameters, sequence and what the planner says."""
+    table = Table(*plan_table.SUMMARY, box=None, pad_edge=False)
+    for column in table.columns[5:]:
+        column.justify = "right"
+    for model, names in catalogue.by_model().items():
+        plans = {name: planner.plan(catalogue.find(name)) for name in names}
+        table.add_row(f"{model}: {plan_table.size_of(plans[names[0]])}", style="bold")
+        for name, planned in plans.items():
+            table.add_row("  " + name, *plan_table.summary_row(planned))
+    _console().print(table)
+
+
+def show_plan(recipe: Recipe, options: argparse.Namespace) -> None:
+    """The recipe's plan, as tables or as JSON."""
+    planned = planner.plan(recipe, options.document_length)
+    if options.json:
+        print(json.dumps(planned.as_dict(), indent=2))
+        return
+    plan_table.print_plan(options.name, planned, _console())
+    if options.rates:
+        plan_table.print_rates(_console())
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def print_recipe(recipe: Recipe, name: str, assignments: list[str]) -> None:

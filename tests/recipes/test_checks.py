@@ -51,7 +51,7 @@ REFUSED = [  # recipe, changes, words of the reason
         MOE, "parallel.first_stage_layers=20 parallel.last_stage_layers=10", "30, not model.num_layers=40", id="uneven"
     ),
     pytest.param(
-        "qwen3_5_122b_a10b_pretrain_4k_128xh100",
+        "qwen3_5_122b_a10b_pretrain_8k_256xh100",
         "parallel.first_stage_layers=6",
         "needs even stages",
         id="waves-uneven",
@@ -68,6 +68,9 @@ REFUSED = [  # recipe, changes, words of the reason
     ),
     pytest.param(
         MOE, "model.stack=hybrid parallel.layers_per_virtual_stage=10", "even pipeline stages only", id="hybrid-stages"
+    ),
+    pytest.param(
+        TINY, "model.num_layers=6 model.prediction_layers=1", "made like the model's last layer", id="prediction"
     ),
     pytest.param(TINY, "model.stack=hybrid model.gdn=megatron", "model.stack=gpt only", id="hybrid-megatron"),
     pytest.param(TINY, "data.sequence_length=1000", "The next ones are 960 and 1024", id="sequence-length"),

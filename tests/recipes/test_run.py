@@ -19,11 +19,17 @@ DEMO = "tiny_pretrain_2k_2xcpu"
 NINE = "qwen3_5_9b_pretrain_4k_8xh200"
 
 
-def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_every_recipe_under_its_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--list"]) == 0
     printed = capsys.readouterr().out
-    for name in NAMES:
-        assert name in printed
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("  ")] == [
+        name for names in catalogue.by_model().values() for name in names
+    ]
+    assert sorted(NAMES) == sorted(name for names in catalogue.by_model().values() for name in names)
+    assert "qwen3_5_397b_a17b: 396B, 17.3B active, 6.6B in prediction blocks" in printed
+    row = next(line for line in printed.splitlines() if "qwen3_5_122b_a10b_pretrain_4k_64xh200" in line)
+    assert "64 h200" in row
+    assert "TP2 PP2 EP8 DP16" in row
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,13 +38,14 @@ def test_every_recipe_is_named_after_what_it_is_and_can_work(name: str) -> None:
     checks.check(recipe)
     assert name.endswith(f"_{recipe.parallel.gpus}x{recipe.parallel.device}")
     assert f"_{recipe.data.sequence_length // 1024}k_" in name
-    assert catalogue.RECIPES[name].__doc__
+    assert name.startswith(next(model for model, names in catalogue.by_model().items() if name in names))
 
 
-def test_ten_sizes_have_a_recipe() -> None:
+def test_ten_sizes_have_recipes_of_every_purpose() -> None:
     sizes = "qwen3_5_0_8b qwen3_5_2b qwen3_5_4b qwen3_5_9b qwen3_5_27b qwen3_5_35b_a3b qwen3_5_122b_a10b"
     for size in [*sizes.split(), "qwen3_5_397b_a17b", "qwen3_6_27b", "qwen3_6_35b_a3b"]:
-        assert any(name.startswith(f"{size}_pretrain_4k_") for name in NAMES), size
+        for purpose in ("pretrain_4k", "pretrain_8k", "extend_32k", "extend_256k"):
+            assert any(name.startswith(f"{size}_{purpose}_") for name in NAMES), (size, purpose)
 
 
 def test_print_shows_recipe_command_and_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +83,8 @@ OPTIONAL = {
     "model.num_experts": "8", "model.expert_hidden_size": "64", "model.shared_expert_hidden_size": "64",
     "parallel.layers_per_virtual_stage": "2", "parallel.first_stage_layers": "2", "parallel.last_stage_layers": "2",
     "data.cache": "elsewhere", "train.stop_after": "5", "optimizer.decay_steps": "5", "checkpoint.folder": "elsewhere",
-    "checkpoint.load": "elsewhere", "checkpoint.load_step": "5",
+    "checkpoint.load": "elsewhere", "checkpoint.load_step": "5", "checkpoint.expected_loss": "2.5",
+    "train.skip_steps": "[3, 4]", "train.wandb": "project",
 }  # fmt: skip
 
 
@@ -115,6 +123,32 @@ def test_refusal_is_one_clear_message(arguments: list[str], message: str, capsys
     assert captured.err.startswith("error: ")
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_plan_says_what_fits_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([NINE, "--plan", "--rates"]) == 0
+    printed = capsys.readouterr().out
+    assert "Fits: " in printed
+    assert "rule_forward" in printed
+    assert run.main([NINE, "--plan", "--document-length", "4096", "data.sequence_length=65536"]) == 0
+    printed = capsys.readouterr().out
+    assert "documents of 4,096" in printed
+    assert "Does not fit: " in printed
+    assert "train.recompute=full" in printed
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([NINE, "--plan", "--json", "train.recompute=full"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["fits"] is True
+    assert figures["recipe"]["train"]["recompute"] == "full"
+    assert figures["parameters"]["text"] == 8_953_803_264
+    assert figures["peak_gib"] == figures["memory_bytes"][figures["fullest_stage"]]["peak"] / 2**30
+
+
+def test_plan_refuses_documents_longer_than_the_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([NINE, "--plan", "--document-length", "8192"]) == 2
+    assert "document_length must be from 1 to data.sequence_length=4096, got 8192" in capsys.readouterr().err
 
 
 def test_without_torchrun_the_line_to_type_is_shown(
@@ -236,12 +270,12 @@ def test_module_runs_and_help_teaches_with_examples() -> None:
     assert "--launch" in shown
 
 
-def test_listing_imports_neither_torch_nor_megatron() -> None:
+def test_listing_and_planning_import_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys; from qla_megatron.recipes import run; run.main(['--list']);"
+        "import sys; from qla_megatron.recipes import run; run.main(['--list']); run.main([sys.argv[1], '--plan']);"
         "assert not {'torch', 'megatron'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", code, NINE], check=True, timeout=60, capture_output=True)
 
 
 def test_a_process_ends_at_once_after_an_error() -> None:
