@@ -272,19 +272,25 @@ def import_bytes_on_this_rank(root: str) -> dict[str, list[str]]:
         target = Path(root) / f"from_{stack}"
         run("import", "--hf", folder / "hf", "--megatron", target, "--padded-vocab-size", 320, "--stack", stack)
     assert call("check", "--hf", folder / "hf", "--megatron", Path(root) / "from_hybrid")[0] == 0
-    return {stack: of_model(folder, padded_vocab_size=320, stack=stack) for stack in ("gpt", "hybrid")}
+    changes = {"gpt": {}, "hybrid": {"prediction_layers": 0}}
+    return {stack: of_model(folder, padded_vocab_size=320, stack=stack, **changes[stack]) for stack in changes}
 
 
 def export_runs_on_this_rank(root: str) -> None:
     folder = Path(root) / "qwen3_5_9b"
-    for name in ("gpt", "hybrid"):
-        source, back = Path(root) / name / "checkpoints", Path(root) / f"back_{name}"
-        out = run("export", "--megatron", source, "--reference", folder / "hf", "--hf", back)
-        assert "optimizer state" in out
+    for name, source, options in (
+        ("gpt", "gpt/checkpoints", []),
+        ("hybrid", "hybrid/checkpoints", ["--mtp", "reference"]),
+        ("from_hybrid", "from_hybrid", []),
+    ):
+        back = Path(root) / f"back_{name}"
+        said = run("export", "--megatron", Path(root) / source, "--reference", folder / "hf", "--hf", back, *options)
+        assert ("optimizer state" in said) == (name != "from_hybrid")
 
 
 def test_runs_start_from_what_is_imported_and_come_out_as_they_were(tmp_path: Path) -> None:
-    """One step with learning rate 0: two ranks with the distributed optimizer, and one with HybridModel without."""
+    """One step with learning rate 0: two ranks with the distributed optimizer, and one rank with HybridModel, without
+    it and without a prediction layer."""
     [models] = run_ranks(import_bytes_on_this_rank, 1, str(tmp_path))
     shared = [
         f"data.paths=[{tmp_path / 'corpus'}]", "data.sequence_length=128", "train.global_batch=2", "train.steps=1",
@@ -298,8 +304,9 @@ def test_runs_start_from_what_is_imported_and_come_out_as_they_were(tmp_path: Pa
         where = [f"checkpoint.load={tmp_path}/from_{stack}", f"checkpoint.folder={tmp_path}/{stack}"]
         run_ranks(run_on_this_rank, 2 if stack == "gpt" else 1, [*shared, *models[stack], *layout, *where])
     run_ranks(export_runs_on_this_rank, 1, str(tmp_path))
-    for name in ("gpt", "hybrid"):
+    for name in ("gpt", "hybrid", "from_hybrid"):
         assert_bitwise(tensors_of(tmp_path / f"back_{name}"), tensors_of(tmp_path / "qwen3_5_9b" / "hf"))
+    for name in layouts:
         records = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         [step] = [record for record in records if "grad_norm" in record]
         assert step["step"] == 1

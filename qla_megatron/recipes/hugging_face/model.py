@@ -7,7 +7,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,11 +36,9 @@ _EXPERT_FIELDS = {
 }  # fmt: skip
 # What every Qwen3.5 is and no field of a recipe can change.
 _FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attn_output_gate": True,
+    "hidden_act": "silu", "attention_bias": False, "attn_output_gate": True, "norm_topk_prob": True,
     "mtp_use_dedicated_embeddings": False,
-}
+}  # fmt: skip
 # What makes two models the same for a checkpoint's tensors.
 _SHAPE_FIELDS = (
     *_FIELDS, *_DENSE_FIELDS, *_EXPERT_FIELDS, "attention_interval", "rotary_base", "rotary_fraction", "tie_embeddings"
@@ -263,6 +261,3 @@ def _arguments(recipe: Recipe) -> Namespace:
     finally:
         sys.argv = arguments_of_this_program
     return args
-
-
-assert {field.name for field in fields(Model)} >= set(_SHAPE_FIELDS)

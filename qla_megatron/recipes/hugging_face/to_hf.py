@@ -23,6 +23,7 @@ from qla_megatron.recipes.hugging_face.plan import (
     MtpChoice,
     Part,
     check_shapes,
+    declares_mtp,
     expected_hf,
     model_rules,
     parts,
@@ -86,7 +87,8 @@ def export_checkpoint(
             write_weights(folder, out, shard_bytes, lambda names: export.produce(names, advance))
             for file in hf.small_files():
                 shutil.copyfile(file, folder / file.name)
-            config = exported_config(hf.config, text_only=text_only, has_mtp=any(n.startswith(MTP) for n in out))
+            has_mtp, had_mtp = (any(name.startswith(MTP) for name in names) for names in (out, hf.tensors))
+            config = exported_config(hf.config, text_only=text_only, has_mtp=has_mtp, had_mtp=had_mtp)
             if config != hf.config:
                 (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return [
@@ -189,12 +191,18 @@ class Export:
         return name
 
     def dtype(self, name: str) -> torch.dtype:
-        """The reference's dtype of a tensor; without weights, that of its config.json."""
+        """The reference's dtype of a tensor; without weights, that of its config.json.
+
+        Raises:
+            ValueError: config.json names none that there is.
+        """
         if (source := self.source_name(name)) in self.hf.tensors:
             return self.hf.tensors[source].dtype
         text = self.hf.config.get("text_config") or self.hf.config
         declared = text.get("dtype") or text.get("torch_dtype") or self.hf.config.get("dtype") or "bfloat16"
-        return torch.float32 if name.endswith(_FLOAT32) else getattr(torch, declared)
+        if not isinstance(dtype := getattr(torch, declared, None), torch.dtype):
+            raise ValueError(f"{self.hf.path / 'config.json'}: dtype must be one of torch's, got {declared!r}")
+        return torch.float32 if name.endswith(_FLOAT32) else dtype
 
     def produce(self, names: Sequence[str], advance: Advance) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of `names`, which come in the order of the rules, then those of the reference."""
@@ -213,7 +221,7 @@ class Export:
         return self.megatron.joined(name, self.checkpoint.read(self.pieces[name]))
 
     def _converted(self, rule: Rule) -> Tensors:
-        stored = {name: self.megatron.joined(name, self.checkpoint.read(self.pieces[name])) for name in rule.megatron}
+        stored = {name: self.parameter(name) for name in rule.megatron}
         made = rule.convert(stored, to_megatron=False)
         sources = [self.source_name(name) for name in rule.hf]
         if not rule.rounds or any(source not in self.hf.tensors for source in sources):
@@ -247,11 +255,11 @@ def _is_left_out(name: str, out: Tensors) -> bool:
     return name.startswith((VISION, MTP)) and name not in out
 
 
-def exported_config(config: dict[str, Any], *, text_only: bool, has_mtp: bool) -> dict[str, Any]:
-    """config.json of what is written: the reference's, or its text_config; MTP is named only if it is there."""
+def exported_config(config: dict[str, Any], *, text_only: bool, has_mtp: bool, had_mtp: bool) -> dict[str, Any]:
+    """config.json of what is written: the reference's, or its text_config, with the MTP layer that is there now."""
     text = dict(config.get("text_config") or config)
-    if not has_mtp and text.get("mtp_num_hidden_layers"):
-        text["mtp_num_hidden_layers"] = 0
+    if (declares_mtp(config) and not has_mtp) or (has_mtp and not had_mtp):
+        text["mtp_num_hidden_layers"] = int(has_mtp)
     if "text_config" not in config:
         return text
     if not text_only:
