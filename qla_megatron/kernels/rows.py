@@ -123,14 +123,26 @@ template <int kPending> __device__ __forceinline__ void wait_for_rows() {
   asm volatile("cp.async.wait_group %0;" : : "n"(kPending) : "memory");
 }
 
-// The sum over the 16 threads of a head.
+// The sum over the 16 threads of a head
 __device__ __forceinline__ float sum_over_head(float x) {
 #pragma unroll
   for (int d = 8; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
   return x;
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+// The special function unit itself, without the steps that denormal numbers would take
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + power_of_two(-1.4426950408889634f * x)); }
 
 }  // namespace qla
 """.replace("QLA_THREADS", str(THREADS))

@@ -21,14 +21,14 @@ def fits(factory, blocks: int, *choices) -> int:
 def test_forward():
     from qla_megatron.kernels.causal_conv1d.convolve import BLOCKS, convolve_kernel
 
-    assert fits(convolve_kernel, BLOCKS, "bfloat16", "bfloat16", 16, False, True) == 0
+    assert fits(convolve_kernel, BLOCKS, "bfloat16", "bfloat16", 16, False, True) <= 32
 
 
 def test_backward():
     from qla_megatron.kernels.causal_conv1d.convolve_backward import BLOCKS, convolve_backward_kernel
 
-    # What is spilled lies outside the loop over tokens, but for one number.
-    assert fits(convolve_backward_kernel, BLOCKS[False], "bfloat16", "bfloat16", 16, False, True) <= 256
+    # Four numbers that are used once a tile may be spilled.
+    assert fits(convolve_backward_kernel, BLOCKS, "bfloat16", "bfloat16", 16, False, True) <= 32
 
 
 @pytest.mark.slow
@@ -36,5 +36,5 @@ def test_backward():
 def test_other_choices(choices):
     from qla_megatron.kernels.causal_conv1d import convolve, convolve_backward
 
-    assert fits(convolve.convolve_kernel, convolve.BLOCKS, *choices) == 0
-    assert fits(convolve_backward.convolve_backward_kernel, convolve_backward.BLOCKS[True], *choices) == 0
+    assert fits(convolve.convolve_kernel, convolve.BLOCKS, *choices) <= 200
+    assert fits(convolve_backward.convolve_backward_kernel, convolve_backward.BLOCKS, *choices) <= 200

@@ -125,7 +125,7 @@ def test_heads(heads, dtype):
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("use_qk_l2norm", [False, True])
 def test_options(bias, state, use_qk_l2norm):
-    check(((0, 2, 30, 41), 50, 1), (2, 3), bias=bias, state=state, use_qk_l2norm=use_qk_l2norm)
+    check(((0, 2, 30, 41), 50, 1), (1, 3), bias=bias, state=state, use_qk_l2norm=use_qk_l2norm)
 
 
 def test_many_tiles():

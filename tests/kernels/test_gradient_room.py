@@ -63,9 +63,10 @@ def convolve_backward(p, dq, dk, dv, dg, dbeta, dfinal, dprojected, needs_dstate
     dx, *parameters, dstate = (None if x is None else made[id(x)] for x in leaves)
     for columns in (slice(0, CHANNELS), slice(CHANNELS + Z, None)):
         dprojected[..., columns] = dx[..., columns]
-    empty = torch.empty(0)
-    dstate = p.projected.new_empty(0, CHANNELS, 3) if dstate is None or not needs_dstate else dstate
-    return *(empty if x is None else x.float() for x in parameters), dstate
+    dweight, dbias, dA_log, ddt_bias = parameters
+    dbias = torch.empty(0, dtype=dweight.dtype) if dbias is None else dbias
+    dgates = torch.stack([dA_log, ddt_bias]).float()
+    return dweight, dbias, dgates, dstate if needs_dstate else p.projected.new_empty(0, CHANNELS, 3)
 
 
 def normalise(x, gate, weight, eps, zero_centered, y) -> None:

@@ -86,8 +86,11 @@ def backward_op(
     is_silu: bool,
     l2norm_eps: float | None,
     needs_dstate: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Write `dprojected` but for the columns of z; float32 gradients of weight, bias, A_log, dt_bias; of the states."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Write `dprojected` but for the columns of z; the gradients of weight, bias, gates and states.
+
+    See `convolve_backward`.
+    """
     from .convolve_backward import convolve_backward
     from .problem import Problem
 
@@ -118,13 +121,14 @@ def _(
     is_silu: bool,
     l2norm_eps: float | None,
     needs_dstate: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     D, W = weight.shape
     gate_heads = 0 if A_log is None else value_heads
     documents = dv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dweight, dbias = (dv.new_empty(size, dtype=torch.float32) for size in ((D, W), (0 if bias is None else D,)))
-    dA_log, ddt_bias = (dv.new_empty(gate_heads, dtype=torch.float32) for _ in range(2))
-    return dweight, dbias, dA_log, ddt_bias, dv.new_empty(documents if needs_dstate else 0, D, W - 1)
+    weight_dtype = weight.dtype if weight.dtype == projected.dtype else torch.float32
+    dweight, dbias = (dv.new_empty(size, dtype=weight_dtype) for size in ((D, W), (0 if bias is None else D,)))
+    dgates = dv.new_empty(2, gate_heads, dtype=torch.float32)
+    return dweight, dbias, dgates, dv.new_empty(documents if needs_dstate else 0, D, W - 1)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -136,7 +140,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    projected, weight, bias, A_log, dt_bias, initial_state, _ = ctx.saved_tensors
+    projected, weight, _, A_log, *_ = ctx.saved_tensors
     *results, dfinal, droom = grads
     dtypes = (projected.dtype,) * 3 + (torch.float32,) * 2
     results = [
@@ -147,7 +151,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if droom is None and A_log is not None:
         channels, z = weight.shape[0], ctx.settings[1] * HEAD_DIM
         dprojected[..., channels : channels + z] = 0
-    parameters = backward_op(
+    dweight, dbias, dgates, dstate = backward_op(
         dprojected,
         *results,
         dfinal if ctx.has_final_state else None,
@@ -157,7 +161,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     )
     dparameters = (
         None if x is None else dx.to(x.dtype)
-        for x, dx in zip((weight, bias, A_log, dt_bias, initial_state), parameters, strict=True)
+        for x, dx in zip(ctx.saved_tensors[1:6], (dweight, dbias, *dgates.unbind(), dstate), strict=True)
     )
     return dprojected, *dparameters, *(None,) * 6
 

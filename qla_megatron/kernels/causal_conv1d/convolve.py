@@ -12,6 +12,7 @@ from .problem import Problem
 from .tiles import CONVOLUTION, FORWARD_RING, WIDTH
 
 BLOCKS = 4  # of a multiprocessor
+WAVES = 4  # shorter tiles cost halos and begin and end more evenly
 
 
 def convolve_kernel(dtype: str, weight_dtype: str, align: int, has_bias: bool, is_silu: bool) -> Any:
@@ -129,7 +130,7 @@ def convolve(p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     g, beta = (q.new_empty(rows, tokens, p.gate_heads, dtype=torch.float32) for _ in range(2))
     if v.numel() == 0:
         return q, k, v, g, beta
-    length, _, warps = p.tile(BLOCKS)
+    length, _, warps = p.tile(BLOCKS, WAVES)
     gates = g if p.gate_heads else g.new_empty(1, 1, 1)
     p.kernel(convolve_kernel)(
         *p.inputs(),

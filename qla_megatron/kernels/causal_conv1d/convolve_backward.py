@@ -10,11 +10,13 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from ..row_sums import sum_rows
 from ..rows import CUDA_TYPES, HEAD_DIM, PAIR_TYPES, THREADS, WARPS
 from .problem import Problem
 from .tiles import BACKWARD_RING, CONVOLUTION, WIDTH
 
-BLOCKS = {False: 3, True: 2}  # of a multiprocessor, by has_bias: three would spill its sums
+BLOCKS = 2  # of a multiprocessor: with all registers that a thread can have, four tokens run side by side
+WAVES = 1
 
 
 def convolve_backward_kernel(dtype: str, weight_dtype: str, align: int, has_bias: bool, is_silu: bool) -> Any:
@@ -72,7 +74,7 @@ def convolve_backward_kernel(dtype: str, weight_dtype: str, align: int, has_bias
         ) as block:
             T.import_source(CONVOLUTION)
             ring = T.alloc_shared((2 * BACKWARD_RING, THREADS, 8), dtype)
-            T.annotate_min_blocks_per_sm(BLOCKS[has_bias])
+            T.annotate_min_blocks_per_sm(BLOCKS)
             pairs, tiles, unit = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             tile, row, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             pairs = T.truncdiv(2 * key_heads + value_heads + 1, 2)
@@ -210,24 +212,24 @@ def convolve_backward(
     dfinal: Tensor | None,
     dprojected: Tensor,
     needs_dstate: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Write dprojected [T, B, P] but for the columns of z; the gradients of weight, bias, A_log, dt_bias and states.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Write dprojected [T, B, P] but for the columns of z; the gradients of weight, bias, gates [2, HV] and states.
 
-    Sums of fixed order: the same bits every time. What is absent has a gradient of no elements.
+    The gates' are those of A_log and dt_bias, float32; weight's and bias's are in `p.weight_dtype`. Sums of fixed
+    order: the same bits every time. What is absent has a gradient of no elements.
     """
     dstate = dv.new_empty(p.documents if needs_dstate else 0, p.channels, WIDTH - 1)
     if dv.numel() == 0:  # no tokens
         dstate.copy_(dfinal) if dfinal is not None and needs_dstate else dstate.zero_()
         length, tiles, warps = 0, 0, 0
     else:
-        length, tiles, warps = p.tile(BLOCKS[p.bias is not None])
+        length, tiles, warps = p.tile(BLOCKS, WAVES)
     dweight = dv.new_empty(tiles, p.channels, WIDTH, dtype=torch.float32)
     dbias = dv.new_empty(tiles, 0 if p.bias is None else p.channels, dtype=torch.float32)
     dgates = dv.new_empty(warps, 2, p.gate_heads, dtype=torch.float32)
     if tiles > 0:
         _launch(p, (dq, dk, dv), (dg, dbeta), dfinal, dprojected, (dweight, dbias, dgates), dstate, length)
-    dA_log, ddt_bias = dgates.sum(0).unbind()
-    return dweight.sum(0), dbias.sum(0), dA_log, ddt_bias, dstate
+    return sum_rows(dweight, p.weight_dtype), sum_rows(dbias, p.weight_dtype), sum_rows(dgates), dstate
 
 
 def _launch(

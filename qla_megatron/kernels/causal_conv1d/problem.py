@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..compiled import compiled
 from ..device import architecture
-from ..rows import DTYPES, HEAD_DIM, alignment, tile_length
+from ..rows import DTYPES, HEAD_DIM, WEIGHT_TYPES, alignment, tile_length
 from .tiles import WIDTH
 
 
@@ -54,11 +54,16 @@ class Problem:
     def documents(self) -> int:
         return self.packed_documents or self.projected.shape[1]
 
-    def tile(self, blocks: int) -> tuple[int, int, int]:
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """In which the kernels read the weight and the bias."""
+        return self.weight.dtype if self.weight.dtype == self.projected.dtype else torch.float32
+
+    def tile(self, blocks: int, waves: int) -> tuple[int, int, int]:
         """Tokens of a tile, tiles of all rows of the batch, and warps: each takes two heads of a tile."""
         tokens, rows, _ = self.projected.shape
         pairs = (2 * self.key_heads + self.value_heads + 1) // 2
-        length = tile_length(tokens, pairs * rows, blocks, self.projected.get_device())
+        length = tile_length(tokens, pairs * rows, blocks, self.projected.get_device(), waves)
         tiles = -(-tokens // length) * rows
         return length, tiles, tiles * pairs
 
@@ -69,15 +74,15 @@ class Problem:
     def kernel(self, factory: Callable[..., Any], *others: Tensor) -> Any:
         """The compiled kernel; `others` are the tensors besides `projected` whose rows may be badly aligned."""
         x = self.projected
-        dtype = DTYPES[x.dtype]
-        weight_dtype = dtype if self.weight.dtype == x.dtype else "float32"
-        choices = (dtype, weight_dtype, alignment(x, *others), self.bias is not None, self.is_silu)
+        dtypes = (DTYPES[x.dtype], WEIGHT_TYPES[self.weight_dtype])
+        choices = (*dtypes, alignment(x, *others), self.bias is not None, self.is_silu)
         return compiled(architecture(x.get_device()), factory, *choices)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """The kernels' first arguments; a tensor that is never read stands in for what is absent."""
-        x, weight = self.projected, self.weight
-        weight = (weight if weight.dtype == x.dtype else weight.float()).contiguous()
+        x, weight = self.projected, self.weight.to(self.weight_dtype).contiguous()
+        if weight.data_ptr() % 16:  # it is read 16 bytes at a time
+            weight = weight.clone()
         absent = x.new_empty(1, dtype=torch.float32)
         return (
             x,

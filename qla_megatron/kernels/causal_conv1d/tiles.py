@@ -3,8 +3,8 @@
 from ..rows import ROWS
 
 WIDTH = 4
-FORWARD_RING = 8
-BACKWARD_RING = 4
+FORWARD_RING = 8  # rows; a power of two
+BACKWARD_RING = 8
 
 CONVOLUTION = (
     ROWS
@@ -63,115 +63,273 @@ __device__ __forceinline__ void load_past(float (&row)[8], const Channels &c, co
   }
 }
 
+// Weights and bias come scaled, so that the exponential of SiLU needs no product: Y = kScale y, 2^Y = exp(-y).
+template <bool kSilu> struct Activation {
+  static constexpr float kScale = kSilu ? -1.4426950408889634f : 1.f;
+
+  // sigmoid(y) / kScale
+  static __device__ __forceinline__ float sigmoid(float Y) {
+    return reciprocal(fmaf(kScale, power_of_two(Y), kScale));
+  }
+};
+
 template <typename Weight>
-__device__ __forceinline__ void load_weights(float (&w)[4][8], const void *weights) {
+__device__ __forceinline__ void load_weights(float (&w)[4][8], const void *weights, float scale) {
+  const uint4 *packed = static_cast<const uint4 *>(weights);
 #pragma unroll
-  for (int e = 0; e < 8; ++e)
+  for (int n = 0; n < 2 * static_cast<int>(sizeof(Weight)); ++n) {
+    constexpr int kCount = 16 / sizeof(Weight);
+    const uint4 piece = packed[n];
+    const Weight *numbers = reinterpret_cast<const Weight *>(&piece);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) w[j][e] = to_float(static_cast<const Weight *>(weights)[4 * e + j]);
+    for (int i = 0; i < kCount; ++i)
+      w[(n * kCount + i) & 3][(n * kCount + i) >> 2] = scale * to_float(numbers[i]);
+  }
 }
 
 template <typename Weight, bool kBias>
-__device__ __forceinline__ void load_bias(float (&b)[8], const void *bias) {
+__device__ __forceinline__ void load_bias(float (&b)[8], const void *bias, float scale) {
 #pragma unroll
-  for (int e = 0; e < 8; ++e) b[e] = kBias ? to_float(static_cast<const Weight *>(bias)[e]) : 0.f;
+  for (int e = 0; e < 8; ++e) b[e] = kBias ? scale * to_float(static_cast<const Weight *>(bias)[e]) : 0.f;
 }
 
-// Token t lies in x[t % 4].
-__device__ __forceinline__ float convolve(const float (&w)[4][8], const float (&b)[8], const float (&x)[4][8], int u,
-                                          int e) {
-  return b[e] + w[0][e] * x[(u + 1) & 3][e] + w[1][e] * x[(u + 2) & 3][e] + w[2][e] * x[(u + 3) & 3][e] +
-         w[3][e] * x[u][e];
+// Y of one channel, from the rows of three tokens before and its own
+template <int kRows>
+__device__ __forceinline__ float convolve(const float (&w)[4][8], const float (&b)[8], const float (&x)[kRows][8],
+                                          int first, int e) {
+  return b[e] + w[0][e] * x[first][e] + w[1][e] * x[first + 1][e] + w[2][e] * x[first + 2][e] +
+         w[3][e] * x[first + 3][e];
 }
 
-// out[t] <- activation(convolution), divided by the length over the head if kNormal, for tokens first <= t < last of
-// one row of the batch; 0 where no document is.
+// kStreams rings of rows, of this thread's own; see rows.py. Rows are asked for kAhead ahead of their use: those in use
+// and those on their way never share a slot, even where four rows are taken at once.
+template <int kBytes, int kDepth, int kStreams> struct Ring {
+  static constexpr int kAhead = kDepth - 4;
+  uint32_t slots;
+  int rows;  // that there are
+  const char *next[kStreams];
+  int64_t stride[kStreams];  // bytes
+
+  __device__ __forceinline__ void ask(int n) {
+    if (n < rows) {
+      // The first stream is in_proj's output, the second one of our own tensors.
+      ask_for_row<kBytes>(slots, n & (kDepth - 1), next[0]);
+      if constexpr (kStreams == 2) ask_for_row<16>(slots, kDepth + (n & (kDepth - 1)), next[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < kStreams; ++i) next[i] += stride[i];
+    commit_rows();
+  }
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) ask(n);
+  }
+  // Wait for `kCount` rows (1 or 4) from n on.
+  template <int kCount> __device__ __forceinline__ void wait() { wait_for_rows<kAhead - kCount>(); }
+  __device__ __forceinline__ uint4 read(int stream, int n) const {
+    return read_row(slots, stream * kDepth + (n & (kDepth - 1)));
+  }
+};
+
+// What a warp keeps while it walks over the tokens of a tile: out[t] <- activation(convolution), divided by the length
+// over the head if kNormal; 0 where no document is.
+template <typename Pair, int kBytes, bool kSilu, bool kNormal> struct Walk {
+  Ring<kBytes, QLA_FORWARD_RING, 1> ring;
+  float w[4][8], b[8], past[3][8], eps;
+  char *out;
+  int64_t out_stride;
+
+  // kCount tokens (1 or 4) from row n of the tile on
+  template <int kCount> __device__ __forceinline__ void step(int n, bool is_there) {
+    float x[kCount + 3][8];
+    uint4 packed[kCount];
+    ring.template wait<kCount>();
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) packed[u] = ring.read(0, n + u);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) ring.ask(n + u + ring.kAhead);
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+#pragma unroll
+      for (int d = 0; d < 3; ++d) x[d][e] = past[d][e];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) widen<Pair>(x[u + 3], packed[u]);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      float y[8], squares = 0.f;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        y[e] = convolve(w, b, x, u, e);
+        if (kSilu) y[e] *= Activation<kSilu>::sigmoid(y[e]);
+        squares += y[e] * y[e];
+      }
+      if (kNormal) {
+        const float scale = rsqrtf(sum_over_head(squares) + eps);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) y[e] *= scale;
+      }
+      uint4 result = narrow<Pair>(y);
+      if (kCount == 1 && !is_there) result = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4 *>(out) = result;
+      out += out_stride;
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+#pragma unroll
+      for (int d = 0; d < 3; ++d) past[d][e] = x[kCount + d][e];
+  }
+};
+
+// Tokens first <= t < last of one row of the batch.
 template <typename Pair, typename Number, typename Weight, int kBytes, bool kBias, bool kSilu, bool kNormal>
 __device__ __forceinline__ void convolve_tile(const Channels &c, Documents &docs, char *out, int64_t out_stride,
                                               const void *weights, const void *bias, float eps, int first, int last,
                                               const void *ring) {
-  constexpr int kDepth = QLA_FORWARD_RING;
-  const int rows = last - first;
-  const uint32_t slots = own_ring(ring);
-  const char *next = c.x + first * c.stride;
-#pragma unroll
-  for (int n = 0; n < kDepth - 1; ++n) {
-    if (n < rows) ask_for_row<kBytes>(slots, n, next);
-    next += c.stride;
-    commit_rows();
-  }
-  float w[4][8], b[8], x[4][8];
-  load_weights<Weight>(w, weights);
-  load_bias<Weight, kBias>(b, bias);
-  out += first * out_stride;
+  Walk<Pair, kBytes, kSilu, kNormal> walk;
+  walk.ring = {own_ring(ring), last - first, {c.x + first * c.stride}, {c.stride}};
+  walk.ring.start();
+  load_weights<Weight>(walk.w, weights, Activation<kSilu>::kScale);
+  load_bias<Weight, kBias>(walk.b, bias, Activation<kSilu>::kScale);
+  walk.eps = eps;
+  walk.out = out + first * out_stride;
+  walk.out_stride = out_stride;
   docs.find(first);
   for (int start = first; start < last; start = docs.end) {
     if (start > first) docs.move(start);
 #pragma unroll
-    for (int d = 1; d < 4; ++d) load_past<Pair, Number, kBytes>(x[4 - d], c, docs, start - d);
+    for (int d = 0; d < 3; ++d) load_past<Pair, Number, kBytes>(walk.past[d], c, docs, start - 3 + d);
     const int end = min(docs.end, last);
-    for (int group = start; group < end; group += 4) {
-#pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        const int n = group + u - first;
-        if (group + u < end) {
-          wait_for_rows<kDepth - 2>();
-          widen<Pair>(x[u], read_row(slots, n & (kDepth - 1)));
-          if (n + kDepth - 1 < rows) ask_for_row<kBytes>(slots, (n + kDepth - 1) & (kDepth - 1), next);
-          next += c.stride;
-          commit_rows();
-          float y[8], squares = 0.f;
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            y[e] = convolve(w, b, x, u, e);
-            if (kSilu) y[e] *= sigmoid(y[e]);
-            squares += y[e] * y[e];
-          }
-          if (kNormal) {
-            const float scale = rsqrtf(sum_over_head(squares) + eps);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) y[e] *= scale;
-          }
-          uint4 packed = narrow<Pair>(y);
-          if (!docs.is_there) packed = make_uint4(0, 0, 0, 0);
-          *reinterpret_cast<uint4 *>(out) = packed;
-          out += out_stride;
-        }
-      }
+    int t = start;
+    if (docs.is_there) {
+#pragma unroll 1
+      for (; t + 4 <= end; t += 4) walk.template step<4>(t - first, true);
     }
+#pragma unroll 1
+    for (; t < end; ++t) walk.template step<1>(t - first, docs.is_there);
   }
 }
 
-// d[e] <- gradient of the convolution's result before the activation, from the gradient d of what was made of it.
-template <bool kSilu, bool kNormal>
-__device__ __forceinline__ void differentiate(float (&d)[8], const float (&w)[4][8], const float (&b)[8],
-                                              const float (&x)[4][8], int u, float eps) {
-  float along[8], squares = 0.f, product = 0.f;  // with r = |y|: d/dy of y / r is (d - y (y . d) / r^2) / r
+// With y = silu(convolution) and r its length over the head: d/dy of y / r is (d - y (y . d) / r^2) / r. From the
+// gradient d of what was made of y, first: d <- d silu', along <- y silu', both over kScale, and this thread's share of
+// y . y and y . d; then, with their sums: d <- the gradient of the convolution's result, over kScale.
+template <bool kSilu, int kRows>
+__device__ __forceinline__ void differentiate(float (&d)[8], float (&along)[8], float2 &sums, const float (&w)[4][8],
+                                              const float (&b)[8], const float (&x)[kRows][8], int first) {
+  sums = make_float2(0.f, 0.f);
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    float y = convolve(w, b, x, u, e), slope = 1.f;
+    float y = convolve(w, b, x, first, e), slope = 1.f;
     if (kSilu) {
-      const float s = sigmoid(y);
+      const float s = Activation<kSilu>::sigmoid(y);
       y *= s;
-      slope = s + y * (1.f - s);
+      slope = s + y * (1.f / Activation<kSilu>::kScale - s);
     }
-    squares += y * y;
-    product += y * d[e];
+    sums.x += y * y;
+    sums.y += y * d[e];
     along[e] = y * slope;
     d[e] *= slope;
   }
-  if (kNormal) {
-    const float scale = rsqrtf(sum_over_head(squares) + eps);
-    const float share = scale * scale * scale * sum_over_head(product);
+}
+
+__device__ __forceinline__ void project_out(float (&d)[8], const float (&along)[8], float2 sums, float eps) {
+  const float scale = rsqrtf(sum_over_head(sums.x) + eps);
+  const float share = scale * scale * scale * sum_over_head(sums.y);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) d[e] = scale * d[e] - share * along[e];
-  }
+  for (int e = 0; e < 8; ++e) d[e] = scale * d[e] - share * along[e];
 }
 
 template <typename Number> __device__ __forceinline__ void add_state(float (&row)[8], const void *state, int place) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) row[e] += to_float(static_cast<const Number *>(state)[3 * e + place]);
 }
+
+// The same for the gradients. `pending`: what is known of the gradients of the last three tokens, to which the results
+// of three tokens after each contribute. dw and db: the sums for the weights, over kScale.
+template <typename Pair, int kBytes, bool kBias, bool kSilu, bool kNormal> struct BackwardWalk {
+  Ring<kBytes, QLA_BACKWARD_RING, 2> ring;  // x, and the gradient of what was made of it
+  float w[4][8], b[8], past[3][8], pending[3][8], dw[4][8], db[8], eps;
+  char *dx;  // of the token three before the one that comes
+  int64_t dx_stride;
+
+  // kCount tokens (1 or 4) from row n of the tile on. `counts`: whether they are the tile's own; `stores`: whether the
+  // tokens three before are. Four at once do both.
+  template <int kCount> __device__ __forceinline__ void step(int n, bool counts, bool stores) {
+    float x[kCount + 3][8], partial[kCount + 3][8];
+    uint4 packed_x[kCount], packed_d[kCount];
+    ring.template wait<kCount>();
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      packed_x[u] = ring.read(0, n + u);
+      packed_d[u] = ring.read(1, n + u);
+    }
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) ring.ask(n + u + ring.kAhead);
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        x[i][e] = past[i][e];
+        partial[i][e] = pending[i][e];
+      }
+    constexpr int kPair = kCount == 1 ? 1 : 2;  // two tokens at a time hide each other's latencies
+#pragma unroll
+    for (int first = 0; first < kCount; first += kPair) {
+      float d[kPair][8], along[kPair][8];
+      float2 sums[kPair];
+#pragma unroll
+      for (int u = 0; u < kPair; ++u) {
+        widen<Pair>(x[first + u + 3], packed_x[first + u]);
+        widen<Pair>(d[u], packed_d[first + u]);
+        differentiate<kSilu>(d[u], along[u], sums[u], w, b, x, first + u);
+      }
+#pragma unroll
+      for (int u = 0; u < kPair; ++u) {
+        if (kNormal) project_out(d[u], along[u], sums[u], eps);
+      }
+#pragma unroll
+      for (int u = 0; u < kPair; ++u) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+#pragma unroll
+          for (int j = 0; j < 3; ++j) partial[first + u + j][e] += w[j][e] * d[u][e];
+          partial[first + u + 3][e] = w[3][e] * d[u][e];
+        }
+        if (kCount > 1 || counts) {
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) dw[j][e] += d[u][e] * x[first + u + j][e];
+            if (kBias) db[e] += d[u][e];
+          }
+        }
+        store(partial[first + u], kCount > 1 || stores);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        past[i][e] = x[kCount + i][e];
+        pending[i][e] = partial[kCount + i][e];
+      }
+  }
+
+  // One token on, where there is no result that contributes.
+  __device__ __forceinline__ void flush(bool stores) {
+    store(pending[0], stores);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      pending[0][e] = pending[1][e];
+      pending[1][e] = pending[2][e];
+      pending[2][e] = 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void store(const float (&row)[8], bool stores) {
+    if (stores) store_numbers<kBytes>(dx, narrow<Pair>(row));
+    dx += dx_stride;
+  }
+};
 
 // The gradient of x for tokens first <= t < last, and the weights' (and bias's) share of these tokens' results. Three
 // results after the tile are differentiated as well; the tile that they belong to counts them for the weights.
@@ -181,91 +339,55 @@ __device__ __forceinline__ void convolve_tile_backward(const Channels &c, Docume
                                                        int64_t dx_stride, float *dweights, float *dbias,
                                                        const void *weights, const void *bias, float eps, int first,
                                                        int last, int tokens, const void *ring) {
-  constexpr int kDepth = QLA_BACKWARD_RING;
-  const int rows = min(last + 3, tokens) - first;
-  const uint32_t slots = own_ring(ring);
-  const char *next_x = c.x + first * c.stride, *next_d = dout + first * dout_stride;
-#pragma unroll
-  for (int n = 0; n < kDepth - 1; ++n) {
-    if (n < rows) {
-      ask_for_row<kBytes>(slots, n, next_x);
-      ask_for_row<16>(slots, kDepth + n, next_d);
-    }
-    next_x += c.stride;
-    next_d += dout_stride;
-    commit_rows();
-  }
-  float w[4][8], b[8], dw[4][8], db[8];
-  load_weights<Weight>(w, weights);
-  load_bias<Weight, kBias>(b, bias);
+  BackwardWalk<Pair, kBytes, kBias, kSilu, kNormal> walk;
+  constexpr float kScale = Activation<kSilu>::kScale;
+  const char *first_x = c.x + first * c.stride, *first_dout = dout + first * dout_stride;
+  walk.ring = {own_ring(ring), min(last + 3, tokens) - first, {first_x, first_dout}, {c.stride, dout_stride}};
+  walk.ring.start();
+  load_weights<Weight>(walk.w, weights, kScale);
+  load_bias<Weight, kBias>(walk.b, bias, kScale);
+  walk.eps = eps;
+  walk.dx_stride = dx_stride;
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    db[e] = 0.f;
+    walk.db[e] = 0.f;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) dw[j][e] = 0.f;
+    for (int j = 0; j < 4; ++j) walk.dw[j][e] = 0.f;
   }
   docs.find(first);
   for (int start = first; start < last; start = docs.end) {
     if (start > first) docs.move(start);
-    // partial[t % 4]: what is known of the gradient of x_t, to which the results of t to t + 3 contribute
-    float x[4][8], partial[4][8];
 #pragma unroll
-    for (int d = 1; d < 4; ++d) load_past<Pair, Number, kBytes>(x[4 - d], c, docs, start - d);
+    for (int d = 0; d < 3; ++d) {
+      load_past<Pair, Number, kBytes>(walk.past[d], c, docs, start - 3 + d);
 #pragma unroll
-    for (int e = 0; e < 8; ++e)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) partial[j][e] = 0.f;
+      for (int e = 0; e < 8; ++e) walk.pending[d][e] = 0.f;
+    }
     const int end = docs.is_there ? min(docs.end, last + 3) : start;  // of the results that there are
     const int steps_end = min(docs.end, last) + 3;
-    char *complete_dx = dx + (start - 3) * dx_stride;
-    for (int group = start; group < steps_end; group += 4) {
-#pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        const int t = group + u, n = t - first;
-        if (t < steps_end) {
-          float (&complete)[8] = partial[(u + 1) & 3];
-          if (t < end) {
-            float d[8];
-            wait_for_rows<kDepth - 2>();
-            widen<Pair>(x[u], read_row(slots, n & (kDepth - 1)));
-            widen<Pair>(d, read_row(slots, kDepth + (n & (kDepth - 1))));
-            if (n + kDepth - 1 < rows) {
-              ask_for_row<kBytes>(slots, (n + kDepth - 1) & (kDepth - 1), next_x);
-              ask_for_row<16>(slots, kDepth + ((n + kDepth - 1) & (kDepth - 1)), next_d);
-            }
-            next_x += c.stride;
-            next_d += dout_stride;
-            commit_rows();
-            differentiate<kSilu, kNormal>(d, w, b, x, u, eps);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-              complete[e] += w[0][e] * d[e];
-              partial[(u + 2) & 3][e] += w[1][e] * d[e];
-              partial[(u + 3) & 3][e] += w[2][e] * d[e];
-              partial[u][e] = w[3][e] * d[e];
-            }
-            if (t < last) {
-#pragma unroll
-              for (int e = 0; e < 8; ++e) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) dw[j][e] += d[e] * x[(u + 1 + j) & 3][e];
-                if (kBias) db[e] += d[e];
-              }
-            }
-          } else if (dfinal != nullptr && t >= docs.end) {
-            add_state<Number>(complete, static_cast<const Number *>(dfinal) + docs.document * c.state_stride,
-                              t - docs.end);
-          }
-          if (t - 3 >= start) store_numbers<kBytes>(complete_dx, narrow<Pair>(complete));
-          complete_dx += dx_stride;
-        }
+    walk.dx = dx + (start - 3) * dx_stride;
+    int t = start;
+#pragma unroll 1
+    for (; t < min(start + 3, end); ++t) walk.template step<1>(t - first, t < last, false);
+#pragma unroll 1
+    for (; t + 4 <= min(end, last); t += 4) walk.template step<4>(t - first, true, true);
+#pragma unroll 1
+    for (; t < end; ++t) walk.template step<1>(t - first, t < last, true);
+#pragma unroll 1
+    for (; t < steps_end; ++t) {
+      if (dfinal != nullptr && t >= docs.end) {
+        add_state<Number>(walk.pending[0], static_cast<const Number *>(dfinal) + docs.document * c.state_stride,
+                          t - docs.end);
       }
+      walk.flush(t - 3 >= start);
     }
   }
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    reinterpret_cast<float4 *>(dweights)[e] = make_float4(dw[0][e], dw[1][e], dw[2][e], dw[3][e]);
-    if (kBias) dbias[e] = db[e];
+    const auto &dw = walk.dw;
+    reinterpret_cast<float4 *>(dweights)[e] =
+        make_float4(kScale * dw[0][e], kScale * dw[1][e], kScale * dw[2][e], kScale * dw[3][e]);
+    if (kBias) dbias[e] = kScale * walk.db[e];
   }
 }
 
@@ -275,11 +397,11 @@ template <typename Pair, typename Number, typename Weight, int kBytes, bool kBia
 __device__ __forceinline__ void differentiate_start(const Channels &c, const Documents &docs, const char *dout,
                                                     int64_t dout_stride, const void *dfinal, void *dstate,
                                                     const void *weights, const void *bias, float eps) {
-  float w[4][8], b[8], x[4][8], sums[3][8];
-  load_weights<Weight>(w, weights);
-  load_bias<Weight, kBias>(b, bias);
+  float w[4][8], b[8], x[6][8], sums[3][8];
+  load_weights<Weight>(w, weights, Activation<kSilu>::kScale);
+  load_bias<Weight, kBias>(b, bias, Activation<kSilu>::kScale);
 #pragma unroll
-  for (int d = 1; d < 4; ++d) load_past<Pair, Number, kBytes>(x[4 - d], c, docs, docs.start - d);
+  for (int d = 0; d < 3; ++d) load_past<Pair, Number, kBytes>(x[d], c, docs, docs.start - 3 + d);
 #pragma unroll
   for (int m = 0; m < 3; ++m)
 #pragma unroll
@@ -289,10 +411,12 @@ __device__ __forceinline__ void differentiate_start(const Channels &c, const Doc
   for (int p = 0; p < 3; ++p) {
     if (p < length) {
       const int64_t t = docs.start + p;
-      float d[8];
-      widen<Pair>(x[p], load_numbers<kBytes>(c.x + t * c.stride));
+      float d[8], along[8];
+      float2 shares;
+      widen<Pair>(x[p + 3], load_numbers<kBytes>(c.x + t * c.stride));
       widen<Pair>(d, load_numbers<16>(dout + t * dout_stride));
-      differentiate<kSilu, kNormal>(d, w, b, x, p, eps);
+      differentiate<kSilu>(d, along, shares, w, b, x, p);
+      if (kNormal) project_out(d, along, shares, eps);
 #pragma unroll
       for (int m = p; m < 3; ++m)
 #pragma unroll

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from ..compiled import compiled
 from ..device import architecture
+from ..row_sums import sum_rows
 from ..rows import DTYPES, HEAD_DIM, PAIR_TYPES, ROWS, THREADS, WARPS, alignment, tile_length
 
 RING = 4
 BLOCKS = {"normalise": 8, "normalise_backward": 6}  # of a multiprocessor
+WAVES = {"normalise": 4, "normalise_backward": 1}  # shorter tiles begin and end more evenly; backward, each has a sum
 
 NORM = (
     ROWS
@@ -298,7 +300,7 @@ def _tiles(x: Tensor, kernel: str) -> tuple[int, int]:
     """Tokens of a tile, and warps."""
     rows, tokens, heads, _ = x.shape
     columns = (heads + 1) // 2 * rows
-    length = tile_length(tokens, columns, BLOCKS[kernel], x.get_device())
+    length = tile_length(tokens, columns, BLOCKS[kernel], x.get_device(), WAVES[kernel])
     return length, columns * -(-tokens // length)
 
 
@@ -322,4 +324,4 @@ def normalise_backward(
     kernel = compiled(architecture(x.get_device()), normalise_backward_kernel, *choices)
     weight = weight.float().contiguous()
     kernel(dy, x, gate, weight, dx, dgate, dweight, eps, float(zero_centered), length)
-    return dweight.sum(0)
+    return sum_rows(dweight)
