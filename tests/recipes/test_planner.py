@@ -63,6 +63,30 @@ def test_stages_hold_every_layer_once(name: str) -> None:
     assert here == whole + copies * parameters.embedding(m)
 
 
+def test_processes_hold_what_megatron_builds() -> None:
+    layouts = {}  # recipes that split a model alike are built once
+    for name in HOPPER:
+        p = catalogue.find(name).parallel
+        waves = p.layers_per_virtual_stage is not None
+        layouts[catalogue.find(name).model, p.tensor, p.pipeline, p.expert, waves] = name
+    probe = str(Path(__file__).with_name("stage_parameters.py"))
+    command = [sys.executable, "-W", "ignore", probe, *layouts.values()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (recipe, *built), name in zip(json.loads(done.stdout.splitlines()[-1]), layouts.values(), strict=True):
+        cheap = replace(
+            catalogue.find(name),
+            model=replace(catalogue.find(name).model, num_layers=recipe["num_layers"]),
+            parallel=replace(catalogue.find(name).parallel, **recipe["parallel"]),
+        )
+        for stage, count in zip((0, cheap.parallel.pipeline - 1), built, strict=True):
+            here = parameters.of_stage(cheap, stage)
+            shared_out = (
+                here.split + here.split_float32
+            ) / cheap.parallel.tensor + here.experts / cheap.parallel.expert
+            assert count == shared_out + here.whole + here.whole_float32, (name, stage)
+
+
 # --- activations ---
 
 
@@ -267,3 +291,9 @@ def test_nothing_is_proposed_where_nothing_helps() -> None:
     )
     checks.check(huge)
     assert planner.alternatives(huge) == []
+
+
+def test_tables_of_the_documentation_are_current() -> None:
+    tool = Path(__file__).parents[2] / "tools" / "write_recipe_table.py"
+    done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
