@@ -86,7 +86,7 @@ def round_trips(families: Path) -> Path:
 
 
 def reshard_on_this_rank(root: str, layout: str) -> None:
-    """Load each family's checkpoint into models of this layout, and save them."""
+    """Load each family's checkpoint into models of this layout, and save them; two of the three in bfloat16."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
@@ -97,6 +97,7 @@ def reshard_on_this_rank(root: str, layout: str) -> None:
     for name in EXPERTS if layout == "expert" else MODELS:
         folder = Path(root) / name
         args, module = module_in(LAYOUTS[layout], folder)
+        module = module if layout == "pipeline" else module.bfloat16()
         metadata = _build_sharded_state_dict_metadata(args)
         state = dist_checkpointing.load(
             {"model": module.sharded_state_dict(metadata=metadata)}, str(folder / "megatron" / "release")

@@ -1,5 +1,6 @@
 """The same tokens through a model of transformers and through ours from a converted checkpoint, both in float32."""
 
+import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,8 +54,10 @@ def compare(
         tolerance: largest relative L2 error. Of a single token ten times that is allowed: it has no average.
 
     Raises:
-        ValueError: one of the two is incomplete, or they are different models.
+        ValueError: one of the two is incomplete, or they are different models, or transformers is not installed.
     """
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("the comparison needs transformers, which is not installed: pip install 'transformers>=5.2'")
     hf = open_directory(reference)
     checkpoint = torch_dist.open_checkpoint(source, step)
     has_mtp = any(key.startswith(MTP) for key in checkpoint.tensors)
