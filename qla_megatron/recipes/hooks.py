@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
@@ -73,7 +76,8 @@ class Hooks:
         loss, attended = loss_dict.get("lm loss"), loss_dict.pop("attended", None)
         if iteration % self.recipe.train.log_every == 0:
             self.progress.memory_gib = peak_memory_gib()
-        self.progress.step(iteration, loss, learning_rate, grad_norm, attended)
+        further = prediction_loss()
+        self.progress.step(iteration, loss, learning_rate, grad_norm, attended=attended, prediction_loss=further)
         if iteration == self.first_step:
             self.guard.check_first_loss(iteration, loss)
         return self.original["training_log"](
@@ -149,6 +153,18 @@ def publish(values: dict[str, float], step: int) -> None:
             writer.add_scalar(name, value, step)
     if wandb:
         wandb.log(values, step)
+
+
+def prediction_loss() -> torch.Tensor | None:
+    """The step's mean loss of multi-token prediction, over its blocks and the data-parallel ranks; None where there is
+    none. A collective of the ranks that have one. Megatron's training_log clears what is read here."""
+    values = MTPLossLoggingHelper.tracker.get("loss_values")
+    if values is None:
+        return None
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    mean = values.mean() / get_num_microbatches() / group.size()
+    torch.distributed.all_reduce(mean, group=group)
+    return mean
 
 
 def peak_memory_gib() -> float:

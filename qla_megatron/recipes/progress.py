@@ -6,7 +6,8 @@ compared with another run's.
 
 log.jsonl, one object a line, by its keys:
   {"start": step, ...}                            a process group started or resumed here
-  {"step", "loss", "tokens", "seconds", "lr", "grad_norm"}   one optimizer step; tokens counts slots, padding included
+  {"step", "loss", "tokens", "seconds", "lr", "grad_norm"}   one optimizer step; tokens counts slots, padding included;
+                                                  "prediction_loss" too where the model predicts tokens further on
   {"step", "tokens_per_s", "mfu", "memory_gib", "attended"}  of the steps since the last such record: speed of all
                                                   processes; share of the GPUs' peak by the model's FLOPs (flops.py;
                                                   null on a CPU); most memory of a process so far; tokens that a
@@ -24,6 +25,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
+
+import torch
 
 from qla_megatron.recipes.flops import PEAK_BF16_FLOPS, flops_at
 from qla_megatron.recipes.recipe import Recipe
@@ -81,15 +84,23 @@ class Progress:
         self.flush()
         self.since = self.last = time.perf_counter()
 
-    def step(self, step: int, loss: Any, lr: float | None, grad_norm: Any, attended: Any = None) -> None:
-        """One optimizer step is done. Tensors may still be on their way from the device: they are read when flushed."""
+    def step(self, step: int, loss: Any, lr: float | None, grad_norm: Any, **more: Any) -> None:
+        """One optimizer step is done. Tensors may still be on their way from the device: they are read when flushed.
+
+        Args:
+            step, loss, lr, grad_norm: what the log says of a step.
+            more: `attended`, the mean number of tokens that a token sees in full attention; `prediction_loss`, the
+                mean of multi-token prediction's.
+        """
         now = time.perf_counter()
         self.step_now = step
         if self.speaks:
             self.waiting.append(
                 {"step": step, "loss": loss, "seconds": now - self.last, "lr": lr, "grad_norm": grad_norm}
             )
-            self.attended.append(attended)
+            if more.get("prediction_loss") is not None:
+                self.waiting[-1]["prediction_loss"] = more["prediction_loss"]
+            self.attended.append(more.get("attended"))
         self.last = now
         if step % self.train.log_every == 0 or step == self.train.steps:
             self.flush()
@@ -99,8 +110,8 @@ class Progress:
         if not self.waiting:
             return
         for entry in self.waiting:
-            loss, norm = (None if x is None else float(x) for x in (entry["loss"], entry["grad_norm"]))
-            entry |= {"loss": loss, "tokens": self.tokens_per_step, "grad_norm": norm}
+            known = {name: float(value) for name, value in entry.items() if torch.is_tensor(value)}
+            entry |= {"tokens": self.tokens_per_step, **known}
             self.record(**entry)
         rate = len(self.waiting) / max(time.perf_counter() - self.since, 1e-9)  # steps a second, the device included
         last = self.waiting[-1]
@@ -109,9 +120,10 @@ class Progress:
         if self.publish is not None:
             names = {name.replace("_", "-"): value for name, value in speed.items() if value is not None}
             self.publish(names, last["step"])
+        further = f"  further tokens {last['prediction_loss']:.4f}" if "prediction_loss" in last else ""
         mfu = "" if speed["mfu"] is None else f"  MFU {speed['mfu']:.1%}"
         self.say(
-            f"{self._where(last['step'])}  loss {last['loss']:.4f}  lr {last['lr'] or 0:.2e}  grad norm "
+            f"{self._where(last['step'])}  loss {last['loss']:.4f}{further}  lr {last['lr'] or 0:.2e}  grad norm "
             f"{last['grad_norm'] or 0:.3f}  {_thousands(speed['tokens_per_s'] or 0)} tokens/s{mfu}  "
             f"{_duration((self.train.steps - last['step']) / rate)} left"
         )

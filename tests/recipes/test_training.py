@@ -131,7 +131,7 @@ def test_mfu_is_the_models_flops_over_the_gpus_peak(tmp_path: Path) -> None:
     published = {}
     progress.publish = lambda values, step: published.update({step: values})
     for step in range(1, 11):
-        progress.step(step, torch.tensor(3.0), 1e-4, 1.0, torch.tensor(float(step)))
+        progress.step(step, torch.tensor(3.0), 1e-4, 1.0, attended=torch.tensor(float(step)))
     speed = read_log(tmp_path)["tokens_per_s"][10]
     flops = flops_at(recipe.model, 5.5).total  # the mean of 1 to 10
     assert speed["mfu"] == pytest.approx(speed["tokens_per_s"] * flops / (8 * 989.4e12))
@@ -342,5 +342,11 @@ def test_other_models_and_layouts_learn(name: str, ranks: int, changes: list[str
     found = losses(tmp_path)
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
     assert found[6] < found[1] - 0.5
+    further = [record.get("prediction_loss") for record in read_log(tmp_path)["loss"].values()]
+    if "model.prediction_layers=1" in changes:
+        assert abs(further[0] - math.log(257)) < 0.6
+        assert further[-1] < further[0] - 0.3
+    else:
+        assert further == [None] * 6
     assert all(math.isfinite(loss) for loss in found.values())
     assert_module_grad_norms_add_up(tmp_path)
