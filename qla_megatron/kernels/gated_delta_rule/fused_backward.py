@@ -1,14 +1,22 @@
 """The fused backward pass: the state's gradient, the states once more, then the gradients of every chunk."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from ..device import multiprocessors
 from .chunk_gradients import compute_chunk_gradients
 from .recompute_states import recompute_states
 from .state_gradient import compute_state_gradient
 from .tiles import CHECKPOINT, CHUNK, HEAD_DIM
 
 WORKSPACE = 2816 << 20  # bytes at most of the states, their gradients and the writes of a segment
+
+
+@cache
+def _second_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 def segments(slots: int, value_heads: int) -> list[tuple[int, int]]:
@@ -54,8 +62,17 @@ def fused_backward(
     size = max(last - first for first, last in runs)
     states, dstates = (v.new_empty(size, value_heads, HEAD_DIM, HEAD_DIM) for _ in range(2))
     writes = v.new_empty(size, value_heads, CHUNK, HEAD_DIM)
+    stream, second = torch.cuda.current_stream(v.device), _second_stream(v.get_device())
+    # Neither of the first two passes needs the other: the second fills the multiprocessors that few long documents
+    # leave to it.
+    together = 2 * documents * value_heads <= multiprocessors(v.get_device())
     for run in runs:
+        if together:
+            second.wait_stream(stream)
         compute_state_gradient(q, k, do, a, gates, dht, cu_seqlens, dv, dstates, dstate, scale, run)
-        recompute_states(k, v, a, gates, checkpoints, cu_seqlens, states, writes, run)
+        with torch.cuda.stream(second if together else stream):
+            recompute_states(k, v, a, gates, checkpoints, cu_seqlens, states, writes, run)
+        if together:
+            stream.wait_stream(second)
         compute_chunk_gradients(q, k, do, dv, gates, states, dstates, writes, cu_seqlens, dq, dk, dg, dbeta, scale, run)
     return dq, dk, dv, dg, dbeta, dstate

@@ -7,16 +7,17 @@ Per chunk, with S [K, V] the state at its start, A and the gates of `prepare_chu
 A piece is the chunks of a document from one checkpoint to the next: `PIECE` of them, or fewer at the document's end.
 All pieces are independent of one another. S leaves as it enters the first product, in 16 bits and transposed.
 
-Warpgroups: two of state, 64 rows of S^T each; one of copies, whose warp 0 loads, warps 1 and 2 store, and warp 3 takes
-the exponentials and zeroes the tails of K and V. For chunk n of the piece, s = n % STAGES, b = n % 2, w a warpgroup:
+A block has 64 rows of S^T; two blocks of a multiprocessor hide each other's latency. Warpgroups: one of state; one of
+copies, whose warp 0 loads, warp 1 stores S, warp 2 stores X, and warp 3 takes the exponentials and zeroes the tails of
+K and V. For chunk n of the piece, b = n % 2:
 
-    barrier       says of chunk n                    arrivals                        waited for by        parity
-    full[s]       its loads have landed              32 of the loading warp, bytes   state, warp 3        n / STAGES
-    empty[s]      it was read                        state, warp 3                   loading warp         n / STAGES + 1
-    ready[b]      exponentials, tails are there      warp 3                          state                n / 2
-    used[b]       exponentials were read             state                           warp 3               n / 2 + 1
-    wrote[2w, +1] S, X of warpgroup w lie ready      128 of the warpgroup            its store warp       n
-    stored[same]  S, X were copied out               32 of its store warp            the warpgroup        n + 1
+    barrier        says of chunk n                    arrivals                        waited for by        parity
+    full[b]        its loads have landed              32 of the loading warp, bytes   state, warp 3        n / 2
+    empty[b]       it was read                        state, warp 3                   loading warp         n / 2 + 1
+    ready[b]       exponentials, tails are there      32 of warp 3                    state                n / 2
+    used[b]        exponentials were read             state                           warp 3               n / 2 + 1
+    wrote[0, 1]    S, X lie ready                     128 of the state                warp 1, 2            n
+    stored[0, 1]   S, X were copied out               32 of warp 1, 2                 state                n + 1
 """
 
 from typing import Any
@@ -31,8 +32,9 @@ from .backward_tiles import BACKWARD_MOVES
 from .tiles import CHECKPOINT as PIECE
 from .tiles import CHUNK, DTYPES, HEAD_DIM
 
-STAGES = 3
-STATE_THREADS = 256
+STAGES = 2
+ROWS = 64  # of S^T in a block
+SPLITS = HEAD_DIM // ROWS
 
 
 def recompute_states_kernel(dtype: str) -> Any:
@@ -47,23 +49,6 @@ def recompute_states_kernel(dtype: str) -> Any:
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     offsets, slots, segment = T.dynamic("offsets"), T.dynamic("slots"), T.dynamic("segment")
     pieces = T.dynamic("pieces")
-
-    @T.macro
-    def store_results(s_tile, x_tile, states, writes, wrote, stored, w, count, slot, head):
-        for n in T.serial(count):
-            T.barrier_wait(wrote[2 * w], n % 2)
-            if slot + n >= 0:
-                for c in T.unroll(2):
-                    T.tma_copy(
-                        s_tile[2 * w + c, :, :], states[slot + n, head, 64 * w : 64 * w + 64, 64 * c : 64 * c + 64]
-                    )
-                T.tma_store_wait(0)
-            T.barrier_arrive(stored[2 * w])
-            T.barrier_wait(wrote[2 * w + 1], n % 2)
-            if slot + n >= 0:
-                T.tma_copy(x_tile[w, :, :], writes[slot + n, head, 0:CHUNK, 64 * w : 64 * w + 64])
-                T.tma_store_wait(0)
-            T.barrier_arrive(stored[2 * w + 1])
 
     @T.prim_func
     def recompute_states(
@@ -81,14 +66,15 @@ def recompute_states_kernel(dtype: str) -> Any:
         first_piece: T.int32,
         grid: T.int32,
     ):
-        with T.Kernel(grid * value_heads, threads=STATE_THREADS + 128) as block:
+        with T.Kernel(grid * value_heads * SPLITS, threads=256) as block:
             T.import_source(BACKWARD_MOVES)
+            T.annotate_min_blocks_per_sm(2)
             k_tile = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
-            v_tile = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
+            v_tile = T.alloc_shared((STAGES, CHUNK, ROWS), dtype)
             a_tile = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
             gate_tile = T.alloc_shared((STAGES, 2, CHUNK), "float32")
-            s_tile = T.alloc_shared((4, 64, 64), dtype)
-            x_tile = T.alloc_shared((2, CHUNK, 64), dtype)
+            s_tile = T.alloc_shared((2, ROWS, 64), dtype)
+            x_tile = T.alloc_shared((CHUNK, ROWS), dtype)
             # exp(g), beta exp(g_C - g)
             decay = T.alloc_shared((2, CHUNK), "float32", scope="shared")
             rest = T.alloc_shared((2, CHUNK), "float32", scope="shared")
@@ -99,26 +85,27 @@ def recompute_states_kernel(dtype: str) -> Any:
                     x_tile: tilelang.layout.make_swizzled_layout(x_tile),
                 }
             )
-            full, empty = T.alloc_barrier([32] * STAGES), T.alloc_barrier([STATE_THREADS + 32] * STAGES)
-            ready, used = T.alloc_barrier([32] * 2), T.alloc_barrier([STATE_THREADS] * 2)
-            wrote, stored = T.alloc_barrier([128] * 4), T.alloc_barrier([32] * 4)
+            full, empty = T.alloc_barrier([32] * STAGES), T.alloc_barrier([160] * STAGES)
+            ready, used = T.alloc_barrier([32] * 2), T.alloc_barrier([128] * 2)
+            wrote, stored = T.alloc_barrier([128] * 2), T.alloc_barrier([32] * 2)
 
-            state = T.alloc_fragment((HEAD_DIM, HEAD_DIM), "float32")
-            state16 = T.alloc_fragment((HEAD_DIM, HEAD_DIM), dtype)
-            w = T.alloc_fragment((HEAD_DIM, CHUNK), "float32")
-            v16 = T.alloc_fragment((HEAD_DIM, CHUNK), dtype)
-            w16 = T.alloc_fragment((HEAD_DIM, CHUNK), dtype)
-            x = T.alloc_fragment((HEAD_DIM, CHUNK), "float32")
-            x16 = T.alloc_fragment((HEAD_DIM, CHUNK), dtype)
-            rest16 = T.alloc_fragment((HEAD_DIM, CHUNK), dtype)
+            state = T.alloc_fragment((ROWS, HEAD_DIM), "float32")
+            state16 = T.alloc_fragment((ROWS, HEAD_DIM), dtype)
+            w = T.alloc_fragment((ROWS, CHUNK), "float32")
+            v16 = T.alloc_fragment((ROWS, CHUNK), dtype)
+            w16 = T.alloc_fragment((ROWS, CHUNK), dtype)
+            x = T.alloc_fragment((ROWS, CHUNK), "float32")
+            x16 = T.alloc_fragment((ROWS, CHUNK), dtype)
+            rest16 = T.alloc_fragment((ROWS, CHUNK), dtype)
 
             thread = T.get_thread_binding()
             low, high, middle = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            piece, head, key = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            piece, head, key, v0 = (T.alloc_var("int32") for _ in range(4))
             start, length, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first_chunk, count = T.alloc_var("int32"), T.alloc_var("int32")
-            piece = first_piece + T.truncdiv(block, value_heads)
-            head = block - (piece - first_piece) * value_heads
+            piece = first_piece + T.truncdiv(block, value_heads * SPLITS)
+            head = T.truncdiv(block, SPLITS) - (piece - first_piece) * value_heads
+            v0 = block % SPLITS * ROWS
             key = T.truncdiv(head, group)
             # The last document whose first piece is not past this one.
             low = 0
@@ -139,61 +126,40 @@ def recompute_states_kernel(dtype: str) -> Any:
             if slot + count <= first_slot:
                 count = 0
 
-            if thread < STATE_THREADS:
-                T.set_max_nreg(224, 1)
-                warpgroup = thread // 128
+            if thread < 128:
+                T.set_max_nreg(216, 1)
                 if count > 0:
-                    for r, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-                        state[r, c] = checkpoints[piece, head, r, c]
+                    for r, c in T.Parallel(ROWS, HEAD_DIM):
+                        state[r, c] = checkpoints[piece, head, v0 + r, c]
                     T.barrier_wait(full[0], 0)
                     T.barrier_wait(ready[0], 0)
                     T.copy(state, state16)
-                    T.wgmma_gemm(
-                        state16,
-                        k_tile[0, :, :],
-                        w,
-                        transpose_B=True,
-                        clear_accum=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )
-                    T.call_extern(
-                        "handle", "qla::load_transposed", v16.data, T.access_ptr(v_tile[0, 0, warpgroup * 64], "r")
-                    )
+                    T.wgmma_gemm(state16, k_tile[0, :, :], w, transpose_B=True, clear_accum=True)
+                    T.call_extern("handle", "qla::load_transposed", v16.data, T.access_ptr(v_tile[0, 0, 0], "r"))
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(w)
                 for n in T.serial(count):
-                    for r, c in T.Parallel(HEAD_DIM, CHUNK):
+                    for r, c in T.Parallel(ROWS, CHUNK):
                         w[r, c] = v16[r, c] - w[r, c] * decay[n % 2, c]
                     T.copy(w, w16)
-                    T.wgmma_gemm(
-                        w16,
-                        a_tile[n % STAGES, :, :],
-                        x,
-                        transpose_B=True,
-                        clear_accum=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )
-                    T.barrier_wait(stored[2 * warpgroup], (n + 1) % 2)
-                    T.call_extern(
-                        "handle", "qla::store_columns", T.access_ptr(s_tile[2 * warpgroup, 0, 0], "w"), state16.data
-                    )
+                    T.wgmma_gemm(w16, a_tile[n % STAGES, :, :], x, transpose_B=True, clear_accum=True)
+                    T.barrier_wait(stored[0], (n + 1) % 2)
+                    T.call_extern("handle", "qla::store_columns", T.access_ptr(s_tile[0, 0, 0], "w"), state16.data)
                     T.fence_proxy_async()
-                    T.barrier_arrive(wrote[2 * warpgroup])
-                    for r, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+                    T.barrier_arrive(wrote[0])
+                    for r, c in T.Parallel(ROWS, HEAD_DIM):
                         state[r, c] *= decay[n % 2, CHUNK - 1]
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(x)
-                    for r, c in T.Parallel(HEAD_DIM, CHUNK):
+                    for r, c in T.Parallel(ROWS, CHUNK):
                         w[r, c] = x[r, c] * rest[n % 2, c]
                     T.copy(w, rest16)
-                    T.wgmma_gemm(rest16, k_tile[n % STAGES, :, :], state, policy=T.GemmWarpPolicy.FullRow)
+                    T.wgmma_gemm(rest16, k_tile[n % STAGES, :, :], state)
                     T.copy(x, x16)
-                    T.barrier_wait(stored[2 * warpgroup + 1], (n + 1) % 2)
-                    T.call_extern(
-                        "handle", "qla::store_transposed", T.access_ptr(x_tile[warpgroup, 0, 0], "w"), x16.data
-                    )
+                    T.barrier_wait(stored[1], (n + 1) % 2)
+                    T.call_extern("handle", "qla::store_transposed", T.access_ptr(x_tile[0, 0], "w"), x16.data)
                     T.fence_proxy_async()
-                    T.barrier_arrive(wrote[2 * warpgroup + 1])
+                    T.barrier_arrive(wrote[1])
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(state)
                     T.barrier_arrive(empty[n % STAGES])
@@ -203,26 +169,19 @@ def recompute_states_kernel(dtype: str) -> Any:
                     if n + 1 < count:
                         T.barrier_wait(full[(n + 1) % STAGES], (n + 1) // STAGES % 2)
                         T.barrier_wait(ready[(n + 1) % 2], (n + 1) // 2 % 2)
-                    T.wgmma_gemm(
-                        state16,
-                        k_tile[(n + 1) % STAGES, :, :],
-                        w,
-                        transpose_B=True,
-                        clear_accum=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )
+                    T.wgmma_gemm(state16, k_tile[(n + 1) % STAGES, :, :], w, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle",
                         "qla::load_transposed",
                         v16.data,
-                        T.access_ptr(v_tile[(n + 1) % STAGES, 0, warpgroup * 64], "r"),
+                        T.access_ptr(v_tile[(n + 1) % STAGES, 0, 0], "r"),
                     )
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(w)
 
             else:
-                T.set_max_nreg(40, 0)
-                if thread < STATE_THREADS + 32:
+                T.set_max_nreg(32, 0)
+                if thread < 160:
                     for n in T.serial(count):
                         left = start + n * CHUNK
                         T.barrier_wait(empty[n % STAGES], (n // STAGES + 1) % 2)
@@ -233,16 +192,32 @@ def recompute_states_kernel(dtype: str) -> Any:
                             gates[slot + n, head, 0:2, 0:CHUNK], gate_tile[n % STAGES, :, :], barrier=full[n % STAGES]
                         )
                         T.tma_copy(
-                            v[left : left + CHUNK, head, 0:HEAD_DIM], v_tile[n % STAGES, :, :], barrier=full[n % STAGES]
+                            v[left : left + CHUNK, head, v0 : v0 + ROWS],
+                            v_tile[n % STAGES, :, :],
+                            barrier=full[n % STAGES],
                         )
                         T.tma_copy(
                             a[slot + n, head, 0:CHUNK, 0:CHUNK], a_tile[n % STAGES, :, :], barrier=full[n % STAGES]
                         )
                         T.barrier_arrive(full[n % STAGES])
-                elif thread < STATE_THREADS + 64:
-                    store_results(s_tile, x_tile, states, writes, wrote, stored, 0, count, slot - first_slot, head)
-                elif thread < STATE_THREADS + 96:
-                    store_results(s_tile, x_tile, states, writes, wrote, stored, 1, count, slot - first_slot, head)
+                elif thread < 192:
+                    for n in T.serial(count):
+                        T.barrier_wait(wrote[0], n % 2)
+                        if slot + n >= first_slot:
+                            for half in T.unroll(2):
+                                T.tma_copy(
+                                    s_tile[half, :, :],
+                                    states[slot + n - first_slot, head, v0 : v0 + ROWS, 64 * half : 64 * half + 64],
+                                )
+                            T.tma_store_wait(0)
+                        T.barrier_arrive(stored[0])
+                elif thread < 224:
+                    for n in T.serial(count):
+                        T.barrier_wait(wrote[1], n % 2)
+                        if slot + n >= first_slot:
+                            T.tma_copy(x_tile, writes[slot + n - first_slot, head, 0:CHUNK, v0 : v0 + ROWS])
+                            T.tma_store_wait(0)
+                        T.barrier_arrive(stored[1])
                 else:
                     for n in T.serial(count):
                         rows = length - n * CHUNK
@@ -257,6 +232,8 @@ def recompute_states_kernel(dtype: str) -> Any:
                             for r, c in T.Parallel(CHUNK, HEAD_DIM):
                                 if r >= rows:
                                     k_tile[n % STAGES, r, c] = 0
+                            for r, c in T.Parallel(CHUNK, ROWS):
+                                if r >= rows:
                                     v_tile[n % STAGES, r, c] = 0
                             T.fence_proxy_async()
                         T.barrier_arrive(ready[n % 2])
