@@ -38,6 +38,7 @@ class Guard:
         self.micro_losses: list[torch.Tensor] = []
         self.training: Any = None
         self.expected: float | None = None
+        self.is_told = False
 
     def check_step(self, model: list[Any], step: int) -> None:
         """Stop where a loss or a reduced gradient of this step is not finite. A collective of all processes.
@@ -103,10 +104,17 @@ class Guard:
         }  # fmt: skip
         torch.save(found, folder / f"data_parallel_rank_{rank}.pt")
 
-    def expect(self, source: Path | None, step: int) -> None:
-        """Say what the first loss is to be: the recipe's word, or what the log in `source` says of steps to `step`."""
-        self.expected = self.recipe.checkpoint.expected_loss
-        if self.expected is None and source is not None and (source / "log.jsonl").is_file():
+    def expect(self, source: Path | None, step: int, *, is_own: bool) -> None:
+        """Say what the first loss is to be.
+
+        Args:
+            source: folder of the run whose checkpoint was loaded, None without one. Its log says the losses before.
+            step: the loaded step.
+            is_own: whether this run goes on. The recipe's word is about the start from another's checkpoint alone.
+        """
+        if self.recipe.checkpoint.expected_loss is not None and not is_own:
+            self.expected, self.is_told = self.recipe.checkpoint.expected_loss, True
+        elif self.progress.speaks and source is not None and (source / "log.jsonl").is_file():
             log = read_log(source)["loss"]
             before = [log[s]["loss"] for s in range(step - STEPS_BEFORE + 1, step + 1) if s in log]
             self.expected = sum(before) / len(before) if before else None
@@ -118,15 +126,14 @@ class Guard:
             RunStoppedError: it is off, and the recipe says what it has to be.
         """
         expected, tolerance = self.expected, self.recipe.checkpoint.loss_tolerance
-        said = self.recipe.checkpoint.expected_loss is not None
         is_off = torch.zeros(1, dtype=torch.int32, device=torch.cuda.current_device())
         if loss is not None and expected is not None and not abs(float(loss) - expected) <= tolerance:
             is_off += 1
-            word = "checkpoint.expected_loss" if said else "the mean that the loaded run recorded before"
+            word = "checkpoint.expected_loss" if self.is_told else "the mean that the loaded run recorded before"
             text = f"loss {float(loss):.4f} is off {expected:.4f}, {word}, by more than {tolerance}"
             self.progress.record(step=step, warning=text)
             self.progress.say(f"warning: step {step}: {text}: is it the right checkpoint, model and tokenizer?")
-        if not said:
+        if not self.is_told:
             return
         torch.distributed.all_reduce(is_off, op=torch.distributed.ReduceOp.MAX)
         if is_off.item():

@@ -31,7 +31,7 @@ class Hooks:
     """The replacements, sharing a Progress and the held-out data set (set by the data provider)."""
 
     def __init__(self, recipe: Recipe, progress: Progress, loaded_run: Path | None) -> None:
-        """`loaded_run`: the folder of the run whose checkpoint is loaded, None without one."""
+        """`loaded_run`: the folder of the run whose checkpoint is loaded, this run's or another's; None without one."""
         self.recipe, self.progress, self.loaded_run = recipe, progress, loaded_run
         self.guard = Guard(recipe, progress)
         self.held_out: Any = None
@@ -63,7 +63,7 @@ class Hooks:
             if hooked:
                 training.enable_forward_pre_hook(model)
         self.first_step = args.iteration + 1
-        self.guard.expect(self.loaded_run, args.iteration)
+        self.guard.expect(self.loaded_run, args.iteration, is_own=self.loaded_run == self.progress.folder)
         self.progress.publish = publish
         self.progress.start(args.iteration)
         return self.original["train"](forward_step, model, *rest, **keywords)

@@ -37,12 +37,16 @@ class RunStoppedError(RuntimeError):
 
 
 def read_log(folder: Path) -> dict[str, dict[int, Any]]:
-    """The log of a run folder: for each kind of record, step -> record. Of a step done twice, the later record."""
+    """The log of a run folder: for each kind of record, step -> record. Of a step done twice, the later record. A line
+    that a crash cut short is passed over."""
     kinds = ["held_out_loss", "held_out_loss_without_mixers", "module_grad_norms", "saved", "loss", "tokens_per_s"]
     kinds += ["not_finite", "warning"]
     found: dict[str, dict[int, Any]] = {kind: {} for kind in kinds}
     for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
         for kind in kinds:
             if kind in record:
                 found[kind][record["step"]] = record

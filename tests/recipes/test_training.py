@@ -305,6 +305,11 @@ def test_first_loss_is_compared(
         run_ranks(train_on_this_rank, 1, DENSE, command)
     assert sorted(read_log(tmp_path)["warning"]) == [4]
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").exists() != is_stopped
+    if not is_stopped:  # what the recipe says is about the start from another run's checkpoint, not about going on
+        with (tmp_path / "log.jsonl").open("a") as log:
+            log.write('{"step": 4, "lo\n')  # as a crash leaves it
+        run_ranks(train_on_this_rank, 1, DENSE, [*command, "train.stop_after=5", "checkpoint.expected_loss=9"])
+        assert sorted(read_log(tmp_path)["warning"]) == [4, 5]
 
 
 def test_distributed_optimizer_resumes_exactly(corpus: str, tmp_path: Path) -> None:
