@@ -275,32 +275,42 @@ def _loss(recipe: Recipe) -> float:
     m, n, tensor = recipe.model, tokens_here(recipe), recipe.parallel.tensor
     width = 2 if recipe.precision.dtype == "bf16" else 4
     rows = m.padded_vocab_size / tensor
-    if recipe.train.chunked_loss:  # a chunk's logits and their gradient
-        chunk = 2 * min(recipe.train.loss_chunk_mib << 20, width * rows * n.gathered)
-        gradients = 4 * rows * m.hidden_size + 2 * width * m.hidden_size * n.gathered  # of the weight; hidden and its
-        return gradients + chunk + m.prediction_layers * width * m.hidden_size * n.gathered
+    if recipe.train.chunked_loss:
+        chunk = min(recipe.train.loss_chunk_mib << 20, width * rows * n.gathered)
+        losses, hidden = 1 + m.prediction_layers, width * m.hidden_size * n.gathered
+        # Logits of a chunk, their gradient, and one of the two from the chunk before; for each loss the output layer's
+        # gradient in float32, and its hidden states; the main loss's gradient of them.
+        return 3 * chunk + losses * (4 * rows * m.hidden_size + hidden) + hidden
     # Logits and their float32 copy, which becomes the softmax; that of a prediction block is made before, and stays.
     return (width + 4 + 4 * m.prediction_layers) * rows * n.gathered
 
 
 def _backward(recipe: Recipe) -> float:
-    """Gradients of a layer's largest tensors, and the layer's own activations where they are computed again."""
+    """Gradients of a layer's largest tensors at one moment, and its activations where they are computed again.
+
+    A layer's backward pass begins with its MLP; when it comes to the mixer, what the MLP saved is gone.
+    """
     m, n, recompute = recipe.model, tokens_here(recipe), recipe.train.recompute
     width, tensor = 2 if recipe.precision.dtype == "bf16" else 4, recipe.parallel.tensor
     key, value = m.gdn_key_heads * m.gdn_key_dim / tensor, m.gdn_value_heads * m.gdn_value_dim / tensor
     residual = (2 * width + 4) * m.hidden_size * n.own
     if m.num_experts is None:
-        mlp = 5 * width * (m.ffn_hidden_size or 0) / tensor * n.gathered
+        mlp = 3 * width * (m.ffn_hidden_size or 0) / tensor * n.gathered
     else:
         routed = m.experts_per_token * n.own * (EXPERT_IMBALANCE if recipe.parallel.expert > 1 else 1.0)
-        mlp = (3 * width * m.hidden_size + 5 * width * (m.expert_hidden_size or 0)) * routed
+        mlp = (3 * width * m.hidden_size + 3 * width * (m.expert_hidden_size or 0)) * routed
     states = 2 * m.gdn_value_heads / tensor * m.gdn_value_dim * (2 * m.gdn_key_dim + CHUNK) * n.gathered / CHUNK
     # Gradients of q, k, v, of in_proj's output, and of the rule's output and gate.
     gdn = width * (2 * (2 * key + value) + 4 * value) * n.gathered + min(states, RULE_WORKSPACE)
     attention = 4 * m.num_heads * m.head_dim / tensor * 3 * n.gathered
-    again = 0.0
-    if recompute == "full":
-        again = max(sum(layer_bytes(recipe, kind).values()) for kind in (False, True))
-    elif recompute == "mlp":
-        again = layer_bytes(recipe, True)["MLPs"]
-    return residual + max(mlp, gdn, attention) + again
+    most = 0.0
+    for is_attention, mixer in ((False, gdn), (True, attention)):
+        mixers, mlps = layer_bytes(recipe, is_attention).values()
+        if recompute == "full":
+            moments = mlp + mixers + mlps, mixer + mixers
+        elif recompute == "mlp":
+            moments = mlp + mlps, mixer
+        else:
+            moments = mlp, mixer - mlps
+        most = max(most, *moments)
+    return residual + most

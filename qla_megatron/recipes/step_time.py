@@ -26,9 +26,9 @@ RATES = {
     "small_gemm": Rate(0.75, "of gemm", "assumed: products with a dimension of 1024 or less, and those of experts"),
     "copy": Rate(4.3e12, "byte/s", "measured on H200: device copy, bytes read and written; H100: 3.0e12 assumed"),
     "copy_h100": Rate(3.0e12, "byte/s", "assumed: H200's, by the ratio of the data sheets' bandwidths"),
-    "passes": Rate(
-        8.0, "bytes moved a byte saved", "measured on H200: all but products and rule, Megatron's GDN layer"
-    ),
+    "passes_gdn": Rate(3.5, "bytes moved a byte saved", "counted: what the fused kernels and the norm read and write"),
+    "passes_attention": Rate(8.0, "bytes moved a byte saved", "measured on H200: a layer of plain torch operations"),
+    "passes_mlp": Rate(5.0, "bytes moved a byte saved", "counted: SwiGLU and norm in plain torch operations"),
     "rule_forward": Rate(24e-9, "s a chunk and value head", "measured on H200: 16/64 heads, 8 documents of 4096"),
     "rule_backward": Rate(114e-9, "s a chunk and value head", "measured on H200 with FlashQLA 0.1.3, the same shape"),
     "rule_serial": Rate(1.25e-6, "s a chunk", "measured on H200: one document of 32,768 tokens and 8 heads"),
@@ -225,10 +225,10 @@ def _one_pass(
         RATES["rule_serial"].value * times * document_length / CHUNK,
     )
     scores = times * attention_layers * attention.attention * on_a_gpu / RATES[f"attention_{direction}"].value
-    saved = {kind: memory.layer_bytes(recipe, kind) for kind in (False, True)}
-    counts = {False: gdn_layers, True: attention_layers}
-    parts = sum(
-        counts[kind] * size for kind in counts for part, size in saved[kind].items() if mixers or part == "MLPs"
-    )
-    moved = RATES["passes"].value / 3 * times * parts  # of a forward and a backward pass, a third forward
+    moved = 0.0
+    for is_attention, count in ((False, gdn_layers), (True, attention_layers)):
+        mixer, mlp = memory.layer_bytes(recipe, is_attention).values()
+        passes = RATES["passes_attention" if is_attention else "passes_gdn"].value
+        moved += count * (passes * mixer * mixers + RATES["passes_mlp"].value * mlp)
+    moved *= times / 3  # of a forward and a backward pass, a third is forward
     return _Pass(products, gdn_layers * rule * mixers, scores * mixers, moved / _copy_rate(recipe))
