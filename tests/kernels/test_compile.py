@@ -90,10 +90,10 @@ def test_prepare_chunks():
     from qla_megatron.kernels.gated_delta_rule.prepare_chunks import prepare_chunks_kernel
 
     got = resources(prepare_chunks_kernel, "bfloat16")
-    # Four blocks of 128 threads hide each other's latency.
+    # Three blocks of 128 threads hide each other's latency.
     assert got["spills"] == 0
-    assert got["registers"] * 128 * 4 <= REGISTERS_OF_A_MULTIPROCESSOR
-    assert got["shared"] * 4 <= SHARED_OF_A_MULTIPROCESSOR
+    assert got["registers"] * 128 * 3 <= REGISTERS_OF_A_MULTIPROCESSOR
+    assert got["shared"] * 3 <= SHARED_OF_A_MULTIPROCESSOR
 
 
 @pytest.mark.slow

@@ -1,18 +1,12 @@
 """The fused forward pass: chunk preparation, then state and output."""
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from ..varlen import row_offsets
 from .prepare_chunks import prepare_chunks
 from .state_output import checkpoint_count, compute_state_output
 from .tiles import CHUNK, DTYPES, HEAD_DIM
-
-
-@lru_cache(maxsize=64)
-def _row_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
 
 
 def fused_forward(
@@ -69,7 +63,7 @@ def fused_forward(
             )
         return torch.empty_like(v), state if output_final_state else None, saved
     if cu_seqlens is None:
-        cu_seqlens = _row_offsets(batch, tokens, v.device)
+        cu_seqlens = row_offsets(batch, tokens, v.device)
     else:
         cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
     q, k, v, g, beta = (x.flatten(0, 1).contiguous() for x in (q, k, v, g, beta))

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..compiled import compiled
 from ..device import architecture
-from .tiles import CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TRIANGLE, TRIANGULAR_INVERSE
+from .tiles import CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TILE_MOVES
+from .triangle import ENTRY, TRIANGLE, TRIANGULAR_INVERSE
 
 HEADS = 4  # value heads of a block, one warp each
 
@@ -45,20 +46,21 @@ def prepare_chunks_kernel(dtype: str) -> Any:
         group: T.int32,
     ):
         with T.Kernel(slots * T.ceildiv(value_heads, HEADS), threads=32 * HEADS) as block:
-            T.import_source(TRIANGULAR_INVERSE)
+            T.import_source(TILE_MOVES + TRIANGULAR_INVERSE)
             keys = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
-            triangles = T.alloc_shared((HEADS - 1, TRIANGLE), "float32")
-            pairs = T.alloc_shared((HEADS, 2 * CHUNK), "float32")
+            others = T.alloc_shared((2, CHUNK, CHUNK), dtype)
+            triangles = T.alloc_shared((HEADS, TRIANGLE), "float32")
+            entries = T.alloc_shared((HEADS, ENTRY), "float32")
             own = T.alloc_local((4,), "float32")
             products = T.alloc_fragment((CHUNK, CHUNK), "float32")
             loaded = T.alloc_barrier(128)
-            T.annotate_min_blocks_per_sm(4)
+            T.annotate_min_blocks_per_sm(3)
 
             first, last, document = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             middle, start, valid = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             head = T.alloc_var("int32")
             slot, head0 = T.alloc_var("int32"), T.alloc_var("int32")
-            last_key, key_count = T.alloc_var("int32"), T.alloc_var("int32")
+            key0, key_count = T.alloc_var("int32"), T.alloc_var("int32")
             slot = T.truncdiv(block, T.ceildiv(value_heads, HEADS))
             head0 = (block - slot * T.ceildiv(value_heads, HEADS)) * HEADS
 
@@ -75,10 +77,9 @@ def prepare_chunks_kernel(dtype: str) -> Any:
             start = cu_seqlens[document] + (slot - cu_seqlens[document] // CHUNK - document) * CHUNK
             valid = T.min(cu_seqlens[document + 1] - start, CHUNK)
             if valid > 0:
-                # Heads and their keys go from the last to the first: see triangle_of.
-                last_key = T.truncdiv(T.min(head0 + HEADS, value_heads) - 1, group)
-                key_count = last_key - T.truncdiv(head0, group) + 1
-                T.tma_copy(k[start : start + CHUNK, last_key, 0:HEAD_DIM], keys, barrier=loaded)
+                key0 = T.truncdiv(head0, group)
+                key_count = T.truncdiv(T.min(head0 + HEADS, value_heads) - 1, group) - key0 + 1
+                T.tma_copy(k[start : start + CHUNK, key0, 0:HEAD_DIM], keys, barrier=loaded)
                 T.barrier_arrive(loaded)
                 warp = T.get_thread_binding() // 32
                 head = head0 + warp
@@ -92,47 +93,44 @@ def prepare_chunks_kernel(dtype: str) -> Any:
                         T.cast(value_heads, "int64"),
                         valid,
                     )
-                T.barrier_wait(loaded, 0)
-                T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
-                if head < value_heads:
                     T.call_extern(
                         "handle",
-                        "qla::sum_gates",
+                        "qla::write_gates",
+                        T.access_ptr(entries[warp, 0], "w"),
                         own.data,
-                        T.address_of(pairs[warp, 0]),
                         T.address_of(gates[slot, head, 0, 0]),
                     )
-                T.sync_threads()
                 for n in T.serial(key_count):
-                    key = last_key - n
+                    T.barrier_wait(loaded, n % 2)
+                    if valid < CHUNK:  # what follows the document is no number to multiply with
+                        for h in T.serial(2):
+                            T.call_extern("handle", "qla::clear_rows", T.access_ptr(keys[0, 64 * h], "w"), valid)
+                        T.fence_proxy_async()
+                    T.sync_threads()
+                    T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
+                    T.sync_threads()
                     if n + 1 < key_count:
-                        T.tma_copy(k[start : start + CHUNK, key - 1, 0:HEAD_DIM], keys, barrier=loaded)
+                        T.tma_copy(k[start : start + CHUNK, key0 + n + 1, 0:HEAD_DIM], keys, barrier=loaded)
                         T.barrier_arrive(loaded)
-                    for m in T.unroll(HEADS):
-                        if (head0 + HEADS - 1 - m < value_heads) & (T.truncdiv(head0 + HEADS - 1 - m, group) == key):
+                    for m in T.serial(HEADS):
+                        if (head0 + m < value_heads) & (T.truncdiv(head0 + m, group) == key0 + n):
                             T.call_extern(
                                 "handle",
-                                "qla::gate_products",
+                                "qla::store_triangle",
+                                T.access_ptr(triangles[m, 0], "w"),
                                 products.data,
-                                T.address_of(pairs[HEADS - 1 - m, 0]),
-                                valid,
-                                T.address_of(keys[0, 0]),
-                                T.address_of(triangles[0, 0]),
-                                HEADS - 1 - m,
+                                T.access_ptr(entries[m, 0], "r"),
                             )
-                    if n + 1 < key_count:
-                        T.barrier_wait(loaded, (n + 1) % 2)
-                        T.gemm(keys, keys, products, transpose_B=True, clear_accum=True)
-                        T.sync_threads()
                 T.sync_threads()
                 if head < value_heads:
                     T.call_extern(
                         "handle",
                         write_inverse,
                         T.address_of(a[slot, head, 0, 0]),
-                        T.address_of(keys[0, 0]),
-                        T.address_of(triangles[0, 0]),
-                        warp,
+                        T.access_ptr(triangles[warp, 0], "rw"),
+                        T.access_ptr(entries[warp, 0], "r"),
+                        T.access_ptr(keys[0, 0], "rw"),
+                        T.access_ptr(others[0, 0, 0], "rw"),
                     )
 
     return prepare_chunks

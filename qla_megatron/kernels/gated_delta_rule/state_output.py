@@ -6,6 +6,9 @@ Per chunk, with the state S [K, V], A and G of `prepare_chunks`, and g_s, g_C th
     O  = scale diag(exp(g)) Q S + P X   P = scale (Q K^T * G) diag(beta)
     S <- exp(g_C) S + K^T diag(beta exp(g_C - g)) X
 
+The registers hold S' with S = 2^carry S'; carry enters the factors of the products, and S' is scaled only when carry
+leaves its range, at the end of the document and before a checkpoint.
+
 Everything is kept transposed: S^T [V, K] stays in the registers of the state warpgroups, 64 rows each, and is the
 register operand of every product, as are W^T and X^T; shared memory holds only Q, K, V, A, P, and O on its way out.
 
@@ -15,9 +18,10 @@ Barriers, for chunk i, s = i % stages, b = i % 2:
 
     barrier      says of chunk i                   arrivals                       waited for by          parity
     full[s]      its loads have landed             32 of the loading warp, bytes  scores, state, warp 3  i / stages
-    empty[s]     it was read                       state, scores, warp 3          loading warp           i / stages + 1
-    scored[b]    P, exponentials, tails are there  scores, warp 3                 state                  i / 2
-    unscored[b]  P and exponentials were read      state                          scores, warp 3         i / 2 + 1
+    empty[s]     it was read                       warps of state, scores; 32 of  loading warp           i / stages + 1
+                                                   warp 3
+    scored[b]    P, exponentials, tails are there  warps of scores, 32 of warp 3  state                  i / 2
+    unscored[b]  P and exponentials were read      warps of state                 scores, warp 3         i / 2 + 1
     wrote[w]     O of warpgroup w lies ready       128 of the warpgroup           its store warp         i
     stored[w]    O was copied out                  32 of its store warp           the warpgroup          i + 1
 
@@ -39,6 +43,7 @@ from .tiles import CHECKPOINT, CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TILE_MOVES
 
 STAGES = 3
 REGISTERS = {64: (232, 120, 40), 128: (208, 72, 24)}  # of a thread of the state, score and copy warpgroups, by block_v
+RANGE = {"bfloat16": 60.0, "float16": 0.0}  # of the carry; float16 has no room for a scaled state
 
 
 def state_output_kernel(dtype: str, block_v: int) -> Any:
@@ -53,7 +58,7 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
     offsets, slots = T.dynamic("offsets"), T.dynamic("slots")
     initial, final, marks = T.dynamic("initial"), T.dynamic("final"), T.dynamic("marks")
     warpgroups = block_v // 64
-    state_threads = 128 * warpgroups
+    state_threads, state_warps = 128 * warpgroups, 4 * warpgroups
     splits = HEAD_DIM // block_v
     state_registers, score_registers, copy_registers = REGISTERS[block_v]
     gate_scores = f"qla::gate_scores<{PAIR_TYPES[dtype]}>"
@@ -107,10 +112,11 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
             g_tile = T.alloc_shared((STAGES, 2 * CHUNK), "float32")
             p_tile = T.alloc_shared((2, CHUNK, CHUNK), dtype)
             o_tile = T.alloc_shared((warpgroups, CHUNK, 64), dtype)
-            # exp(g), scale exp(g), beta exp(g_C - g)
+            # 2^carry exp(g), scale times that, beta exp(g_C - g) / 2^(next carry), what the state is scaled by
             decay = T.alloc_shared((2, CHUNK), "float32", scope="shared")
             scaled_decay = T.alloc_shared((2, CHUNK), "float32", scope="shared")
             rest = T.alloc_shared((2, CHUNK), "float32", scope="shared")
+            factor = T.alloc_shared((2,), "float32", scope="shared")
             T.annotate_layout(
                 {
                     v_tile: tilelang.layout.make_swizzled_layout(v_tile),
@@ -118,8 +124,8 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     p_tile: tilelang.layout.make_swizzled_layout(p_tile),
                 }
             )
-            full, empty = T.alloc_barrier([32] * STAGES), T.alloc_barrier([state_threads + 160] * STAGES)
-            scored, unscored = T.alloc_barrier([160] * 2), T.alloc_barrier([state_threads] * 2)
+            full, empty = T.alloc_barrier([32] * STAGES), T.alloc_barrier([state_warps + 36] * STAGES)
+            scored, unscored = T.alloc_barrier([36] * 2), T.alloc_barrier([state_warps] * 2)
             wrote, stored = T.alloc_barrier([128] * warpgroups), T.alloc_barrier([32] * warpgroups)
 
             state = T.alloc_fragment((block_v, HEAD_DIM), "float32")
@@ -135,6 +141,8 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
             p = T.alloc_fragment((CHUNK, CHUNK), "float32")
 
             thread = T.get_thread_binding()
+            lane = thread % 32
+            carry, total, following = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
             rows, first_row, row_step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             document, head, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             start, length, slot0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -197,23 +205,25 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         clear_accum=True,
                         policy=T.GemmWarpPolicy.FullRow,
                     )
-                    for x, y in T.Parallel(block_v, HEAD_DIM):
-                        state[x, y] *= decay[i % 2, CHUNK - 1]
-                    T.wait_wgmma(1)
-                    T.warpgroup_fence_operand(out)
-                    for x, y in T.Parallel(block_v, CHUNK):
-                        out[x, y] *= scaled_decay[i % 2, y]
+                    # In a block of its own, as the assembler would move it behind the wait, into the chain.
+                    if factor[i % 2] != 1.0:
+                        for x, y in T.Parallel(block_v, HEAD_DIM):
+                            state[x, y] *= factor[i % 2]
                     T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(out)
                     T.warpgroup_fence_operand(d)
                     for x, y in T.Parallel(block_v, CHUNK):
                         w[x, y] = d[x, y] * rest[i % 2, y]
                     T.copy(w, rest16)
                     T.wgmma_gemm(rest16, k_tile[i % STAGES, :, :], state, policy=T.GemmWarpPolicy.FullRow)
                     T.copy(d, d16)
+                    for x, y in T.Parallel(block_v, CHUNK):
+                        out[x, y] *= scaled_decay[i % 2, y]
                     T.wgmma_gemm(d16, p_tile[i % 2, :, :], out, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     T.wait_wgmma(1)
                     T.warpgroup_fence_operand(state)
-                    T.barrier_arrive(empty[i % STAGES])
+                    if lane == 0:
+                        T.barrier_arrive(empty[i % STAGES])
                     # The next chunk's first product (of no effect after the last chunk) runs while O leaves.
                     T.copy(state, state16)
                     if i + 1 < chunks:
@@ -229,7 +239,8 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     )
                     T.wait_wgmma(1)
                     T.warpgroup_fence_operand(out)
-                    T.barrier_arrive(unscored[i % 2])
+                    if lane == 0:
+                        T.barrier_arrive(unscored[i % 2])
                     T.copy(out, out16)
                     T.barrier_wait(stored[warpgroup], (i + 1) % 2)
                     T.call_extern(
@@ -271,8 +282,10 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                         scale,
                     )
                     T.fence_proxy_async()
-                    T.barrier_arrive(scored[i % 2])
-                    T.barrier_arrive(empty[i % STAGES])
+                    T.call_extern("handle", "qla::sync_warp")
+                    if lane == 0:
+                        T.barrier_arrive(scored[i % 2])
+                        T.barrier_arrive(empty[i % STAGES])
 
             else:
                 T.set_max_nreg(copy_registers, 0)
@@ -304,15 +317,27 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                     if warpgroups == 2:
                         store_output(o_tile, o, wrote, stored, 1, chunks, start, length, head, v0, value_heads)
                 else:
+                    carry = 0.0
                     for i in T.serial(chunks):
                         T.barrier_wait(full[i % STAGES], i // STAGES % 2)
                         T.barrier_wait(unscored[i % 2], (i // 2 + 1) % 2)
+                        total = g_tile[i % STAGES, CHUNK - 1]
+                        following = carry + total
+                        factor[i % 2] = 1.0
+                        if (
+                            (i + 1 == chunks)
+                            | (i % CHECKPOINT == CHECKPOINT - 1)
+                            | (T.max(following, -following) > RANGE[dtype])
+                        ):
+                            factor[i % 2] = T.exp2(following)
+                            following = 0.0
                         for x in T.Parallel(CHUNK):
-                            decay[i % 2, x] = T.exp2(g_tile[i % STAGES, x])
-                            scaled_decay[i % 2, x] = scale * T.exp2(g_tile[i % STAGES, x])
+                            decay[i % 2, x] = T.exp2(carry + g_tile[i % STAGES, x])
+                            scaled_decay[i % 2, x] = scale * T.exp2(carry + g_tile[i % STAGES, x])
                             rest[i % 2, x] = g_tile[i % STAGES, CHUNK + x] * T.exp2(
-                                g_tile[i % STAGES, CHUNK - 1] - g_tile[i % STAGES, x]
+                                total - g_tile[i % STAGES, x] - following
                             )
+                        carry = following
                         T.barrier_arrive(scored[i % 2])
                         T.barrier_arrive(empty[i % STAGES])
                     # Rows past the last document, a row a block.
