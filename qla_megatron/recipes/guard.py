@@ -74,17 +74,20 @@ class Guard:
         folder = self.progress.folder / "failed" / f"step_{step:07d}"
         if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0:
             self._keep_batch(folder, step, losses)
-        torch.distributed.barrier()
         self.progress.flush()
         self.progress.record(step=step, not_finite={"micro_batches": bad, "modules": modules})
         where = [f"the losses of micro-batches {bad}"] if bad else []
         if modules:
-            where += [f"the gradients of {len(modules)} of {len(norms)} modules ({', '.join(modules[:3])}, ...)"]
-        raise RunStoppedError(
+            some = ", ".join([*modules[:3], *(["..."] if len(modules) > 3 else [])])
+            where += [f"the gradients of {len(modules)} of {len(norms)} modules ({some})"]
+        text = (
             f"step {step}: not finite: {' and '.join(where)}. Stopped before the update; no checkpoint was touched. "
             f"The step's sequences are in {folder}. The same command goes on from the last checkpoint and meets them "
             f"again; train.skip_steps=[{step}] passes over them."
         )
+        self.progress.say(f"error: {text}")
+        torch.distributed.barrier()  # the launcher stops all others once one process has left: all is said by then
+        raise RunStoppedError(text)
 
     def _keep_batch(self, folder: Path, step: int, losses: list[float]) -> None:
         """Read the step's micro-batches of this data-parallel rank again, and write them down."""
@@ -132,12 +135,10 @@ class Guard:
             word = "checkpoint.expected_loss" if self.is_told else "the mean that the loaded run recorded before"
             text = f"loss {float(loss):.4f} is off {expected:.4f}, {word}, by more than {tolerance}"
             self.progress.record(step=step, warning=text)
-            self.progress.say(f"warning: step {step}: {text}: is it the right checkpoint, model and tokenizer?")
+            kind, end = ("error", " Stopped; nothing was saved.") if self.is_told else ("warning", "")
+            self.progress.say(f"{kind}: step {step}: {text}: is it the right checkpoint, model and tokenizer?{end}")
         if not self.is_told:
             return
         torch.distributed.all_reduce(is_off, op=torch.distributed.ReduceOp.MAX)
         if is_off.item():
-            raise RunStoppedError(
-                f"step {step}: the first loss is not checkpoint.expected_loss={expected} within "
-                f"checkpoint.loss_tolerance={tolerance}. Nothing was saved."
-            )
+            raise RunStoppedError(f"step {step}: the first loss is not checkpoint.expected_loss={expected}")

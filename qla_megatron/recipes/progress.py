@@ -33,7 +33,7 @@ from qla_megatron.recipes.recipe import Recipe
 
 
 class RunStoppedError(RuntimeError):
-    """A guard (guard.py) stops the run, on all processes; the text says why and what to do."""
+    """A guard (guard.py) stops the run, on all processes; it has said why and what to do."""
 
 
 def read_log(folder: Path) -> dict[str, dict[int, Any]]:

@@ -59,8 +59,7 @@ def _train_in(folder: Path, recipe: Recipe, name: str, *, rank: int, world: int)
                 )
                 raise
             stopped = "Stopped"
-        except RunStoppedError as stop:
-            progress.say(f"error: {stop}")
+        except RunStoppedError:  # the guard has said why
             stopped, exit_code = "Stopped", 3
     progress.flush()
     _say_goodbye(recipe, name, progress, hooks, stopped or "Finished")
