@@ -1,14 +1,16 @@
 """Time the forward pass of the gated delta rule beside other libraries, on the same tensors in one process.
 
-    python tools/bench_op.py --set quick|table|long --impl ours,fla,flash_qla,flashinfer --out op_forward.csv
+    python tools/bench_op.py --set quick|equal|table|long|all --impl ours,fla,flash_qla,flashinfer --out op_forward.csv
     python tools/bench_op.py --one 16 64 4096x8
 
 Lengths: `4096x8` are eight documents of 4096 tokens, `24576+8192` two, `32768/8seq` eight ragged ones. Inputs: head
 dimension 128, bfloat16, unit queries and keys, initial and final state, and by default a gate that decays by
 logsigmoid(randn) / 16 on 75 % of the heads and not at all on the others. Times are medians of CUDA-graph replays (mode
-`graph`; `event` where capture fails) on one set of inputs (fwd_ms) and on several in turn, so that none is found in
-the L2 cache (fwd_ms_rotated). Errors are relative L2 errors against the float64 reference, over the value heads of the
-first and of the last key head. Peers are imported if they are there; nothing stands in for a missing one.
+`graph`; `event` where capture fails): of the forward pass that keeps what its backward pass wants, on one set of inputs
+(fwd_ms) and on several in turn, so that none is found in the L2 cache (fwd_ms_rotated), and of the forward pass without
+gradients (infer_ms), which is the same call for libraries that make no difference. Errors are relative L2 errors
+against the float64 reference, over the value heads of the first and of the last key head, the larger of both calls'.
+Peers are imported if they are there; nothing stands in for a missing one.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -42,8 +45,14 @@ SETS = {
         for h, hv in MODELS
         for lengths in ("32768x1", "8192x1", "2048x1", "16384x2", "4096x8", "24576+8192", "32768/8seq")
     ],
+    "equal": [
+        (h, hv, lengths)
+        for h, hv in ((16, 64), (16, 48), (32, 32), (16, 32), (8, 32), (8, 24))
+        for lengths in ("16384x2", "8192x4", "4096x8", "4096x2", "2048x4", "1024x8")
+    ],
     "long": [(2, 8, "262144x1"), (16, 32, "262144x1"), (16, 16, "262144x1"), (16, 32, "262144/64seq")],
 }
+SETS["all"] = list(dict.fromkeys(case for cases in SETS.values() for case in cases))
 COLUMNS = (
     "h_qk",
     "h_v",
@@ -126,18 +135,26 @@ def make_inputs(h: int, hv: int, lengths: list[int], gate: str, seed: int) -> In
 Forward = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
-def ours() -> Forward:
+@dataclass(frozen=True)
+class Implementation:
+    """Both calls give o and the final states; `forward` keeps what the backward pass wants."""
+
+    forward: Forward
+    infer: Forward
+
+
+def ours() -> Implementation:
     from qla_megatron.kernels.gated_delta_rule.fused_forward import fused_forward
 
-    def run(x: Inputs) -> tuple[Tensor, Tensor]:
-        o, state, _ = fused_forward(x.q, x.k, x.v, x.g, x.beta, SCALE, x.h0, True, x.cu)
+    def run(x: Inputs, save: bool) -> tuple[Tensor, Tensor]:
+        o, state, _ = fused_forward(x.q, x.k, x.v, x.g, x.beta, SCALE, x.h0, True, x.cu, save=save)
         assert state is not None
         return o, state
 
-    return run
+    return Implementation(partial(run, save=True), partial(run, save=False))
 
 
-def fla() -> Forward:
+def fla() -> Implementation:
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
     def run(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -154,10 +171,10 @@ def fla() -> Forward:
         )
         return result[1], result[3]
 
-    return run
+    return Implementation(run, run)
 
 
-def flash_qla() -> Forward:
+def flash_qla() -> Implementation:
     from flash_qla import chunk_gated_delta_rule_fwd
 
     def run(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -174,10 +191,10 @@ def flash_qla() -> Forward:
         )
         return result[2], result[4]
 
-    return run
+    return Implementation(run, run)
 
 
-def flashinfer() -> Forward:
+def flashinfer() -> Implementation:
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
     ready: dict[int, tuple[Tensor, Tensor, int]] = {}
@@ -201,7 +218,7 @@ def flashinfer() -> Forward:
         )
         return o[None], state.mT
 
-    return run
+    return Implementation(run, run)
 
 
 IMPLEMENTATIONS = {"ours": ours, "fla": fla, "flash_qla": flash_qla, "flashinfer": flashinfer}
@@ -261,7 +278,7 @@ def reference_errors(x: Inputs, o: Tensor, state: Tensor) -> tuple[float, float]
     heads = [key * group + n for key in keys for n in range(group)]
     parts = [x.q[:, :, keys], x.k[:, :, keys], x.v[:, :, heads], x.g[:, :, heads], x.beta[:, :, heads]]
     want_o, want_state, *_ = chunked.forward(
-        *(p.double() for p in parts), x.h0[:, heads].double(), x.cu, None, SCALE, "reference"
+        *(p.double() for p in parts), x.h0[:, heads].double(), x.cu, None, SCALE, "reference", False
     )
     return _relative(o[:, :, heads], want_o), _relative(state[:, heads], want_state)
 
@@ -270,7 +287,9 @@ def _relative(result: Tensor, reference: Tensor) -> float:
     return ((result.double() - reference).norm() / reference.norm()).item()
 
 
-def surroundings() -> dict[str, str]:
+def surroundings(commit: str | None, is_dirty: bool) -> dict[str, str]:
+    """What the results depend on. Where there is no git history, `commit` and `is_dirty` stand in for it."""
+
     def output(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
@@ -281,6 +300,11 @@ def surroundings() -> dict[str, str]:
         except PackageNotFoundError:
             return ""
 
+    if commit is None:
+        commit = output("git", "rev-parse", "--short", "HEAD")
+        is_dirty = bool(output("git", "status", "--porcelain", "--untracked-files=no"))
+    if not commit:
+        raise SystemExit("--commit must be given where there is no git history, got none")
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -290,8 +314,8 @@ def surroundings() -> dict[str, str]:
         "flash_qla": release("flash-qla"),
         "flashinfer": release("flashinfer-python"),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
-        "commit": output("git", "rev-parse", "--short", "HEAD"),
-        "dirty": "yes" if output("git", "status", "--porcelain", "--untracked-files=no") else "no",
+        "commit": commit,
+        "dirty": "yes" if is_dirty else "no",
         "command": " ".join(["tools/bench_op.py", *sys.argv[1:]]),
     }
 
@@ -310,20 +334,24 @@ def append_rows(path: Path, rows: list[dict[str, str]], commit: str) -> None:
             writer.writerow(row | {"newest": "yes" if row["commit"] == commit else "no"})
 
 
-def measure(name: str, forward: Forward, inputs: list[Inputs]) -> dict[str, str]:
-    x = inputs[0]
-    error_o, error_state = reference_errors(x, *forward(x))
+def measure(name: str, implementation: Implementation, inputs: list[Inputs]) -> dict[str, str]:
+    """A row of results; nothing is timed that raises or whose errors are not finite."""
+    x, forward, infer = inputs[0], implementation.forward, implementation.infer
+    errors = [reference_errors(x, *call(x)) for call in ((forward,) if infer is forward else (forward, infer))]
+    if not all(math.isfinite(o + state) for o, state in errors):
+        raise ValueError(f"o and the states must be finite, got errors {errors}")
     for other in inputs[1:]:
         forward(other)
     once, mode, n = time_ms([lambda: forward(x)])
     rotated, _, _ = time_ms([lambda y=y: forward(y) for y in inputs])
+    inferred = once if infer is forward else time_ms([lambda: infer(x)])[0]
     return {
         "impl": name,
         "fwd_ms": f"{once:.4f}",
         "fwd_ms_rotated": f"{rotated:.4f}",
-        "infer_ms": f"{once:.4f}",
-        "rel_err_o": f"{error_o:.3e}",
-        "rel_err_state": f"{error_state:.3e}",
+        "infer_ms": f"{inferred:.4f}",
+        "rel_err_o": f"{max(o for o, _ in errors):.3e}",
+        "rel_err_state": f"{max(state for _, state in errors):.3e}",
         "mode": mode,
         "n": str(n),
     }
@@ -336,30 +364,31 @@ def main() -> None:
     parser.add_argument("--impl", default="ours,fla,flash_qla,flashinfer")
     parser.add_argument("--gate", choices=("published", "zero", "trained"), default="published")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of the code, where there is no git history")
+    parser.add_argument("--dirty", action="store_true", help="the code differs from --commit")
     args = parser.parse_args()
     cases = [(int(args.one[0]), int(args.one[1]), args.one[2])] if args.one else SETS[args.set]
-    forwards: dict[str, Forward] = {}
+    implementations: dict[str, Implementation] = {}
     for name in args.impl.split(","):
         try:
-            forwards[name] = IMPLEMENTATIONS[name]()
+            implementations[name] = IMPLEMENTATIONS[name]()
         except ImportError as error:
             print(f"{name} is not there: {error}", file=sys.stderr)
-    facts = surroundings()
+    facts = surroundings(args.commit, args.dirty)
     for h, hv, seqs in cases:
         lengths = parse_lengths(seqs)
         size = sum(lengths) * (h + hv) * D * 4
         inputs = [make_inputs(h, hv, lengths, args.gate, s) for s in range(max(2, min(8, 1 + 4 * L2_BYTES // size)))]
         line = [f"{h}/{hv} {seqs}:"]
-        for name, forward in forwards.items():
+        for name, implementation in implementations.items():
             try:
-                row = measure(name, forward, inputs)
+                row = measure(name, implementation, inputs)
             except Exception as error:
                 print(f"{name} at {h}/{hv} {seqs}: {error!r}"[:400], file=sys.stderr)
                 continue
             row |= facts | {"h_qk": str(h), "h_v": str(hv), "seqs": seqs, "gate": args.gate}
-            line.append(
-                f"{name} {row['fwd_ms']} ({row['fwd_ms_rotated']}) ms, error {row['rel_err_o']} {row['rel_err_state']};"
-            )
+            times = f"{row['fwd_ms']} ({row['fwd_ms_rotated']}, {row['infer_ms']}) ms"
+            line.append(f"{name} {times}, error {row['rel_err_o']} {row['rel_err_state']};")
             if args.out:
                 append_rows(args.out, [row], facts["commit"])
         print(" ".join(line), flush=True)

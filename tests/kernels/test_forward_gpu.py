@@ -161,10 +161,47 @@ def test_documents_are_independent():
 def test_same_bits_every_time():
     x = make(((0, 300, 1000), 1000), heads=(2, 8))
     o, state = fused(x)
-    for _ in range(200):
+    for _ in range(1000):
         again_o, again_state = fused(x)
         assert torch.equal(o, again_o)
         assert torch.equal(state, again_state)
+
+
+def test_two_streams():
+    # Nothing is shared between calls: the same bits beside another call as alone.
+    xs = [make(((0, 900, 3000), 3000), heads=(2, 8), seed=seed) for seed in (0, 1)]
+    want = [fused(x) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        got = []
+        for x, stream in zip(xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(fused(x))
+        torch.cuda.synchronize()
+        for (o, state), (want_o, want_state) in zip(got, want, strict=True):
+            assert torch.equal(o, want_o)
+            assert torch.equal(state, want_state)
+
+
+def test_offsets_beyond_32_bits():
+    # v has 2^31 elements: the last document, which lies past them, as it is alone.
+    tokens, heads, start = 2**18, (2, 64), 2**18 - 300
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int, dtype=torch.bfloat16):
+        return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator)
+
+    q, k = (torch.nn.functional.normalize(normal(1, tokens, heads[0], 128), dim=-1) for _ in range(2))
+    v, g = normal(1, tokens, heads[1], 128), -normal(1, tokens, heads[1], dtype=torch.float32).abs()
+    beta = normal(1, tokens, heads[1], dtype=torch.float32).sigmoid()
+    h0 = normal(2, heads[1], 128, 128, dtype=torch.float32)
+    x = RuleInputs(q, k, v, g, beta, h0, torch.tensor([0, start, tokens], device="cuda"))
+    o, state = fused(x, 128)
+    alone = RuleInputs(*(t[:, start:] for t in (q, k, v, g, beta)), h0[1:], cu_seqlens=None)
+    want_o, want_state = fused(alone, 128)
+    assert torch.equal(o[:, start:], want_o)
+    assert torch.equal(state[1:], want_state)
 
 
 def test_graph_replay_with_other_offsets():
