@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from qla_megatron.recipes import planner, step_time
+from qla_megatron.recipes import build, planner, step_time
 from qla_megatron.recipes.planner import GIB, Plan
 from qla_megatron.recipes.recipe import Recipe
 
@@ -54,6 +54,8 @@ def notes(recipe: Recipe) -> list[str]:
     """Where the figures are those of something else than what will run."""
     m, p = recipe.model, recipe.parallel
     found = []
+    if build.has_transformer_engine():
+        found.append("with Transformer Engine, which is installed, layers save less than is counted here.")
     if p.device == "cpu":
         found.append("activations are counted as on CUDA; time is not that of a CPU.")
     elif m.gdn == "megatron" or m.gdn_backend == "reference":
@@ -166,16 +168,17 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
         )
 
 
-SUMMARY = ("recipe", "GPUs", "layout", "recompute", "tokens a step", "GiB a GPU", "tokens/s a GPU", "MFU")
+SUMMARY = ("recipe", "GPUs", "sequence", "layout", "recompute", "tokens a step", "GiB a GPU", "tokens/s a GPU", "MFU")
 """The columns of a table of recipes: a name, and what `summary_row` gives."""
 
 
 def summary_row(plan: Plan) -> Iterable[str]:
-    """One recipe in a table: GPUs, layout, tokens, memory, expected rate."""
+    """One recipe in a table: GPUs, sequence, layout, tokens, memory, expected rate."""
     recipe = plan.recipe
     room = "" if plan.room_gib is None else f" of {plan.room_gib:.0f}"
     return (
         f"{recipe.parallel.gpus} {recipe.parallel.device}",
+        f"{recipe.data.sequence_length:,}",
         layout(recipe),
         recipe.train.recompute,
         f"{plan.tokens_per_step / 1e6:.1f}M" if plan.tokens_per_step >= 1e5 else f"{plan.tokens_per_step:,}",

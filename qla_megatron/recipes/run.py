@@ -153,7 +153,7 @@ def prepare(recipe: Recipe, options: argparse.Namespace, arguments: list[str]) -
 def print_list() -> None:
     """A table of all recipes, by model, with parameters, sequence and what the planner says."""
     table = Table(*plan_table.SUMMARY, box=None, pad_edge=False)
-    for column in table.columns[5:]:
+    for column in (table.columns[2], *table.columns[5:]):
         column.justify = "right"
     for model, names in catalogue.by_model().items():
         plans = {name: planner.plan(catalogue.find(name)) for name in names}
