@@ -264,9 +264,8 @@ def _prediction_bytes(recipe: Recipe) -> float:
     width = 2 if recipe.precision.dtype == "bf16" else 4
     if recipe.train.recompute == "full":
         return (2 * width + width) * m.hidden_size * n.own
-    joined = (
-        2 * (4 * m.hidden_size + 4) * n.own + 2 * width * m.hidden_size * n.own
-    )  # two norms, the projection's input
+    # Two norms, and what they make, side by side: the projection's input.
+    joined = (2 * (4 * m.hidden_size + 4) + 2 * width * m.hidden_size) * n.own
     final_norm = sum(size for _, size in norm(m, n, width))
     return joined + sum(kept_bytes(recipe, True).values()) + final_norm
 
