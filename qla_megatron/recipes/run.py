@@ -104,6 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.write_launch:
             place = launch.Place(options.image, tuple(options.mount), options.kernels)
             print(launch.write(options.write_launch, recipe, options.name, options.assignments, place), end="")
+            planned = planner.plan(recipe)
+            if not planned.fits:
+                print(f"warning: {plan_table.verdict(planned)} --plan says what to change.", file=sys.stderr)
             return 0
         prepare(recipe, options, arguments)
     except ValueError as refusal:

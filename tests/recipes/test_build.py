@@ -65,6 +65,12 @@ def test_arguments_come_out_of_megatrons_parser(name: str, monkeypatch: pytest.M
 
 CHANGED = [  # every optional argument once
     pytest.param("train.recompute=norms", {"recompute_modules": ["gdn_norm_out"]}, id="recompute-norms"),
+    pytest.param("train.recompute=mlp", {"recompute_modules": ["gdn_norm_out", "mlp"]}, id="recompute-mlp"),
+    pytest.param(
+        "model.prediction_layers=2 model.prediction_loss_weight=0.3",
+        {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
+        id="prediction",
+    ),
     pytest.param("train.recompute=full", {"recompute_granularity": "full", "recompute_num_layers": 1}, id="recompute"),
     pytest.param(
         "train.tensorboard=true checkpoint.folder=there", {"tensorboard_dir": "there/tensorboard"}, id="tensorboard"
@@ -123,3 +129,5 @@ def test_hybrid_pattern_is_that_of_the_layers() -> None:
         recipe, ["model.num_layers=8", "parallel.pipeline=2", "model.num_experts=4", "model.expert_hidden_size=8"]
     )
     assert build.hybrid_pattern(recipe) == "GEGEGE*E|GEGEGE*E"
+    recipe = overrides.apply(recipe, ["model.prediction_layers=2"])
+    assert build.hybrid_pattern(recipe) == "GEGEGE*E|GEGEGE*E/*E/*E"

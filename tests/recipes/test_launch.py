@@ -132,7 +132,11 @@ def test_launch_files_from_the_command_line(capsys: pytest.CaptureFixture[str]) 
     place = ["--image", "registry/image:1", "--mount", "/shared:/shared", "--mount", "/kernels:/kernels"]
     data = "data.paths=[/shared/crawl]"
     assert run.main([NODES, "--write-launch", "slurm", *place, "--kernels", "/kernels/h200", data]) == 0
-    assert capsys.readouterr().out == written("slurm", NODES)
+    printed = capsys.readouterr()
+    assert printed.out == written("slurm", NODES)
+    assert not printed.err
+    assert run.main([NODES, "--write-launch", "slurm", "data.sequence_length=262144"]) == 0
+    assert "warning: Does not fit" in capsys.readouterr().err
     assert run.main([NODES, "--write-launch", "k8s", "--mount", "nowhere"]) == 2
     assert "--mount must be OUTSIDE:INSIDE, got 'nowhere'" in capsys.readouterr().err
     assert run.main(["tiny_pretrain_2k_2xcpu", "--write-launch", "slurm"]) == 2
