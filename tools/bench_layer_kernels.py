@@ -147,9 +147,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", nargs=3, metavar=("H", "HV", "LENGTHS"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of the code, where there is no git history")
+    parser.add_argument("--dirty", action="store_true", help="the code differs from --commit")
     args = parser.parse_args()
     cases = [(int(args.one[0]), int(args.one[1]), args.one[2])] if args.one else CASES
-    facts = surroundings()
+    facts = surroundings(args.commit, args.dirty)
     facts = {name: facts[name] for name in ENVIRONMENT}
     facts["command"] = " ".join(["tools/bench_layer_kernels.py", *sys.argv[1:]])
     rate = copy_rate()
