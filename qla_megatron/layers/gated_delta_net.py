@@ -7,8 +7,8 @@ The way of a tensor, with tensor parallel size t, context parallel size c, seque
     -> gated delta rule [B, T, HV / (t c), V] -> RMSNorm gated by z -> exchange back -> out_proj [T / (t c), B, D]
 
 On CUDA, one kernel makes what the rule takes, one gates and normalises what it returns. Both read in_proj's output in
-place, and their backward passes write its gradient in place: between the projections, nothing else is saved but what
-the rule saves.
+place, and their backward passes write its gradient in place. Saved between the projections: in_proj's output, what the
+rule saves, and the rule's output.
 
 The formulas are those of Hugging Face's Qwen3.5 (transformers 5.24, models/qwen3_next) and of Megatron's own layer.
 """
