@@ -3,8 +3,8 @@
 (I + L)^-1 for L strictly lower triangular, 64 x 64: the eight 8 x 8 blocks on the diagonal by substitution in float32,
 then X21 = -(X22 L21) X11 for blocks of 8, 16 and 32 on the tensor cores, with operands in float16 and sums in float32.
 Float16 has the significand of TF32; that its range suffices is a property of the rule: as long as decay and writes
-don't enlarge the state, entries of L and of the inverse are at most beta |k_s| |k_t|. Within sixteen tokens K K^T itself
-passes through float16: keys must be shorter than 255.
+don't enlarge the state, entries of L and of the inverse are at most beta |k_s| |k_t|. Within sixteen tokens K K^T
+itself passes through float16: keys must be shorter than 255.
 
 A triangle in shared memory: the diagonal 8 x 8 blocks of L in float32, then ten 16 x 16 blocks in float16, block (i, j)
 at i (i + 1) / 2 + j: K K^T, then L, then the inverse from the inside out. Rows of 32 bytes, whose two 16-byte pieces
