@@ -3,7 +3,7 @@
     python tests/recipes/stage_parameters.py NAME [NAME ...]
 
 The model is built by Megatron's own builder on the meta device, in torch's fake process group of the recipe's size, in
-a cheap form: as few layers as leave every pipeline stage, and every chunk of one, a group of layers.
+a cheap form: a group of layers in every pipeline stage, and in every chunk of one, and two experts a process.
 """
 
 import contextlib
@@ -25,16 +25,20 @@ from qla_megatron.recipes import build, catalogue, checks, upstream
 from qla_megatron.recipes.recipe import Recipe
 from qla_megatron.testing.platform import use_cpu
 
+STAGES = ("first_stage_layers", "last_stage_layers", "layers_per_virtual_stage")
+
 
 def cheap(recipe: Recipe) -> Recipe:
-    """The recipe with one group of layers in each chunk of each stage."""
+    """The recipe with one group of layers in each chunk of each stage, and two experts a process."""
     m, p = recipe.model, recipe.parallel
     group = m.attention_interval
     chunks = 2 if p.layers_per_virtual_stage else 1
     layout = replace(
         p, first_stage_layers=None, last_stage_layers=None, layers_per_virtual_stage=group if chunks == 2 else None
     )
-    return replace(recipe, model=replace(m, num_layers=group * p.pipeline * chunks), parallel=layout)
+    experts = None if m.num_experts is None else 2 * p.expert
+    model = replace(m, num_layers=group * p.pipeline * chunks, num_experts=experts)
+    return replace(recipe, model=model, parallel=layout)
 
 
 def parameters_of(recipe: Recipe, rank: int) -> int:
@@ -68,9 +72,10 @@ def main(names: list[str]) -> list[list[object]]:
     for name in names:
         recipe = cheap(catalogue.find(name))
         checks.check(recipe)
-        stages = ("first_stage_layers", "last_stage_layers", "layers_per_virtual_stage")
-        changed: dict[str, object] = {"num_layers": recipe.model.num_layers}
-        changed["parallel"] = {name: getattr(recipe.parallel, name) for name in stages}
+        changed = {
+            "model": {name: getattr(recipe.model, name) for name in ("num_layers", "num_experts")},
+            "parallel": {name: getattr(recipe.parallel, name) for name in STAGES},
+        }
         found.append([changed, *(parameters_of(recipe, rank) for rank in (0, recipe.parallel.gpus - 1))])
     return found
 

@@ -76,7 +76,7 @@ def test_processes_hold_what_megatron_builds() -> None:
     for (recipe, *built), name in zip(json.loads(done.stdout.splitlines()[-1]), layouts.values(), strict=True):
         cheap = replace(
             catalogue.find(name),
-            model=replace(catalogue.find(name).model, num_layers=recipe["num_layers"]),
+            model=replace(catalogue.find(name).model, **recipe["model"]),
             parallel=replace(catalogue.find(name).parallel, **recipe["parallel"]),
         )
         for stage, count in zip((0, cheap.parallel.pipeline - 1), built, strict=True):
