@@ -9,6 +9,8 @@ from qla_megatron.recipes import build, planner, step_time
 from qla_megatron.recipes.planner import GIB, Plan
 from qla_megatron.recipes.recipe import Recipe
 
+PARALLEL = ("tensor", "context", "pipeline", "expert")
+
 
 def print_plan(name: str, plan: Plan, console: Console) -> None:
     """All figures of a plan, and, where it does not fit, changes that do."""
@@ -73,7 +75,7 @@ def _memory(plan: Plan) -> Table:
     rows |= {f"activations: {part}": size for part, size in stage.activations.items() if size}
     _add(table, rows, GIB, "{:.2f}")
     moments = {
-        "at the loss: logits of a chunk, gradients": stage.loss,
+        f"at the loss: logits{' of a chunk, gradients' if plan.recipe.train.chunked_loss else ''}": stage.loss,
         "in backward: one layer's gradients" + _again(plan.recipe): stage.backward,
         "in the optimizer's step, instead of activations": stage.optimizer_step,
     }
@@ -112,9 +114,6 @@ def _work(plan: Plan) -> Table:
     for row in range(max(len(column) for column in columns)):
         table.add_row(*(cell for column in columns for cell in (column[row] if row < len(column) else ("", ""))))
     return table
-
-
-PARALLEL = ("tensor", "context", "pipeline", "expert")
 
 
 def _time(plan: Plan) -> Table:

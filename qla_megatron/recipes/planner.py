@@ -3,7 +3,7 @@
     python -m qla_megatron.recipes.run NAME --plan [path.to.field=value ...]
 
 Memory is counted tensor by tensor (memory.py), time from measured rates (step_time.py). Where a recipe does not fit its
-hardware, `alternatives` looks through layouts of the same GPUs for those that do.
+hardware, `alternatives` looks through other layouts, of the same GPUs first, for those that do.
 """
 
 import itertools
