@@ -12,12 +12,6 @@ BACKWARD_MOVES = (
     + r"""
 namespace qla {
 
-// x, such that nothing made of it is made once and held in registers all along
-__device__ __forceinline__ int afresh(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 __device__ __forceinline__ void store_words(uint32_t base, int pair, const uint32_t *words) {
   const int lane = threadIdx.x & 31;
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%4], {%0, %1, %2, %3};"
@@ -27,29 +21,8 @@ __device__ __forceinline__ void store_words(uint32_t base, int pair, const uint3
 
 // where this lane's row of a warp's 16 rows starts in a swizzled tile of 64 rows
 __device__ __forceinline__ uint32_t row_address(const void *tile) {
-  const int thread = afresh(threadIdx.x);
-  return static_cast<uint32_t>(__cvta_generic_to_shared(tile)) + (16 * ((thread >> 5) & 3) + (thread & 15)) * 128;
-}
-
-// a 64 x 128 fragment <- two swizzled 64 x 64 tiles side by side
-__device__ __forceinline__ void load_columns(void *fragment, const void *tiles) {
-  uint32_t *words = reinterpret_cast<uint32_t *>(fragment);
-  const int lane = threadIdx.x & 31;
-  const uint32_t base = row_address(tiles);
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[4 * n]), "=r"(words[4 * n + 1]), "=r"(words[4 * n + 2]), "=r"(words[4 * n + 3])
-                 : "r"(base + 8192 * (n / 4) + (((2 * (n % 4) + (lane >> 4)) ^ (lane & 7)) << 4)) : "memory");
-  }
-}
-
-// 0 in the rows of such a fragment past `valid`
-__device__ __forceinline__ void clear_fragment_rows(void *fragment, int valid) {
-  uint32_t *words = reinterpret_cast<uint32_t *>(fragment);
-  const int row = 16 * ((threadIdx.x >> 5) & 3) + ((threadIdx.x & 31) >> 2);
-#pragma unroll
-  for (int n = 0; n < 32; ++n) words[n] = row + 8 * (n & 1) < valid ? words[n] : 0;
+  return static_cast<uint32_t>(__cvta_generic_to_shared(tile)) +
+         (16 * ((threadIdx.x >> 5) & 3) + (threadIdx.x & 15)) * 128;
 }
 
 // two swizzled 64 x 64 tiles, side by side, <- a 64 x 128 fragment of 16-bit numbers
@@ -71,8 +44,8 @@ CHUNK_GRADIENTS = (
     + r"""
 namespace qla {
 
-// place <- the first token of the chunk in `slot`, its tokens (0 or less if the slot is empty), and `key`
-__device__ __forceinline__ void locate_chunk(int *place, const int *cu_seqlens, int documents, int slot, int key) {
+// place[0] <- the first token of the chunk in `slot`, place[1] <- its tokens, 0 or less if the slot is empty
+__device__ __forceinline__ void locate_chunk(int *place, const int *cu_seqlens, int documents, int slot) {
   int low = 0, high = documents - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -81,7 +54,82 @@ __device__ __forceinline__ void locate_chunk(int *place, const int *cu_seqlens, 
   const int first = cu_seqlens[low];
   place[0] = first + (slot - first / 64 - low) * 64;
   place[1] = min(cu_seqlens[low + 1] - place[0], 64);
-  place[2] = key;
+}
+
+// From F = dO X^T: u = scale G F below and on the diagonal, 0 elsewhere and in rows past `valid`; in 16 bits, fragment
+// and tile <- beta_t u, the gradient of Q K^T, and between <- u (q_s . k_t).
+template <typename Pair>
+__device__ __forceinline__ void score_gradients(void *fragment, void *tile, void *between, const void *products,
+                                                const void *scores, const float *gates, float scale, int valid) {
+  uint32_t *out = reinterpret_cast<uint32_t *>(fragment);
+  const float *f = reinterpret_cast<const float *>(products), *qk = reinterpret_cast<const float *>(scores);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, g = lane >> 2, t = lane & 3;
+  const int row = 16 * warp + g;
+  const float sum[2] = {gates[row], gates[row + 8]};
+  const uint32_t base = row_address(tile), base_between = row_address(between);
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    uint32_t words[4] = {0, 0, 0, 0}, z[4] = {0, 0, 0, 0};
+    if (pair <= warp) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int column = 16 * pair + 8 * j + 2 * t;
+        const float2 other = *reinterpret_cast<const float2 *>(gates + column);
+        const float2 beta = *reinterpret_cast<const float2 *>(gates + 64 + column);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int n = 8 * pair + 4 * j + 2 * h, last = min(row + 8 * h, valid - 1);
+          float a = scale * exp2f(sum[h] - other.x) * f[n], b = scale * exp2f(sum[h] - other.y) * f[n + 1];
+          a = column <= last && row + 8 * h < valid ? a : 0.f;
+          b = column + 1 <= last && row + 8 * h < valid ? b : 0.f;
+          words[2 * j + h] = round_pair<Pair>(beta.x * a, beta.y * b);
+          z[2 * j + h] = round_pair<Pair>(a * qk[n], b * qk[n + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) out[4 * pair + n] = words[n];
+    store_words(base, pair, words);
+    store_words(base_between, pair, z);
+  }
+}
+
+// From E = dV X^T: u = -G E below the diagonal, 0 elsewhere and in rows past `valid`; fragment and tile <- beta_t u,
+// the gradient of K K^T, and between <- u (k_s . k_t).
+template <typename Pair>
+__device__ __forceinline__ void key_gradients(void *fragment, void *tile, void *between, const void *products,
+                                              const void *scores, const float *gates, int valid) {
+  uint32_t *out = reinterpret_cast<uint32_t *>(fragment);
+  const float *e = reinterpret_cast<const float *>(products), *kk = reinterpret_cast<const float *>(scores);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, g = lane >> 2, t = lane & 3;
+  const int row = 16 * warp + g;
+  const float sum[2] = {gates[row], gates[row + 8]};
+  const uint32_t base = row_address(tile), base_between = row_address(between);
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    uint32_t words[4] = {0, 0, 0, 0}, z[4] = {0, 0, 0, 0};
+    if (pair <= warp) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int column = 16 * pair + 8 * j + 2 * t;
+        const float2 other = *reinterpret_cast<const float2 *>(gates + column);
+        const float2 beta = *reinterpret_cast<const float2 *>(gates + 64 + column);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int n = 8 * pair + 4 * j + 2 * h;
+          float a = -exp2f(sum[h] - other.x) * e[n], b = -exp2f(sum[h] - other.y) * e[n + 1];
+          a = column < row + 8 * h && row + 8 * h < valid ? a : 0.f;
+          b = column + 1 < row + 8 * h && row + 8 * h < valid ? b : 0.f;
+          words[2 * j + h] = round_pair<Pair>(beta.x * a, beta.y * b);
+          z[2 * j + h] = round_pair<Pair>(a * kk[n], b * kk[n + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) out[4 * pair + n] = words[n];
+    store_words(base, pair, words);
+    store_words(base_between, pair, z);
+  }
 }
 
 template <typename Pair> __device__ __forceinline__ float2 unpack(uint32_t word);
@@ -92,80 +140,6 @@ template <> __device__ __forceinline__ float2 unpack<__half2>(uint32_t word) {
   return __half22float2(*reinterpret_cast<const __half2 *>(&word));
 }
 
-// From F = dO X^T: u = scale G F below and on the diagonal, 0 elsewhere; in 16 bits, tile <- beta_t u, the gradient
-// of Q K^T, and between <- u (q_s . k_t), the scores given as a 16-bit fragment.
-template <typename Pair>
-__device__ __forceinline__ void score_gradients(void *tile, void *between, const void *products, const void *scores,
-                                                const float *gates, float scale) {
-  const float *f = reinterpret_cast<const float *>(products);
-  const uint32_t *qk = reinterpret_cast<const uint32_t *>(scores);
-  const int thread = afresh(threadIdx.x), lane = thread & 31, warp = (thread >> 5) & 3, g = lane >> 2, t = lane & 3;
-  const int row = 16 * warp + g;
-  const float sum[2] = {gates[row], gates[row + 8]};
-  const uint32_t base = row_address(tile), base_between = row_address(between);
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {
-    uint32_t words[4] = {0, 0, 0, 0}, z[4] = {0, 0, 0, 0};
-    if (pair <= warp) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int column = 16 * pair + 8 * j + 2 * t;
-        const float2 other = *reinterpret_cast<const float2 *>(gates + column);
-        const float2 beta = *reinterpret_cast<const float2 *>(gates + 64 + column);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int n = 8 * pair + 4 * j + 2 * h, last = pair == warp ? row + 8 * h : 63;
-          float a = scale * exp2f(sum[h] - other.x) * f[n], b = scale * exp2f(sum[h] - other.y) * f[n + 1];
-          a = column <= last ? a : 0.f;
-          b = column < last ? b : 0.f;
-          words[2 * j + h] = round_pair<Pair>(beta.x * a, beta.y * b);
-          const float2 score = unpack<Pair>(qk[4 * pair + 2 * j + h]);
-          z[2 * j + h] = round_pair<Pair>(a * score.x, b * score.y);
-        }
-      }
-    }
-    store_words(base, pair, words);
-    store_words(base_between, pair, z);
-  }
-}
-
-// From E = dV X^T: u = -G E below the diagonal, 0 elsewhere; tile <- beta_t u, the gradient of K K^T, and between <-
-// u (k_s . k_t).
-template <typename Pair>
-__device__ __forceinline__ void key_gradients(void *tile, void *between, const void *products, const void *scores,
-                                              const float *gates) {
-  const float *e = reinterpret_cast<const float *>(products);
-  const uint32_t *kk = reinterpret_cast<const uint32_t *>(scores);
-  const int thread = afresh(threadIdx.x), lane = thread & 31, warp = (thread >> 5) & 3, g = lane >> 2, t = lane & 3;
-  const int row = 16 * warp + g;
-  const float sum[2] = {gates[row], gates[row + 8]};
-  const uint32_t base = row_address(tile), base_between = row_address(between);
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {
-    uint32_t words[4] = {0, 0, 0, 0}, z[4] = {0, 0, 0, 0};
-    if (pair <= warp) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int column = 16 * pair + 8 * j + 2 * t;
-        const float2 other = *reinterpret_cast<const float2 *>(gates + column);
-        const float2 beta = *reinterpret_cast<const float2 *>(gates + 64 + column);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int n = 8 * pair + 4 * j + 2 * h, last = pair == warp ? row + 8 * h - 1 : 63;
-          float a = -exp2f(sum[h] - other.x) * e[n], b = -exp2f(sum[h] - other.y) * e[n + 1];
-          a = column <= last ? a : 0.f;
-          b = column < last ? b : 0.f;
-          words[2 * j + h] = round_pair<Pair>(beta.x * a, beta.y * b);
-          const float2 score = unpack<Pair>(kk[4 * pair + 2 * j + h]);
-          z[2 * j + h] = round_pair<Pair>(a * score.x, b * score.y);
-        }
-      }
-    }
-    store_words(base, pair, words);
-    store_words(base_between, pair, z);
-  }
-}
-
 // sums (one half of a 64 x 128 accumulator) += diag(factors) products, and dots[h] += rows of products times rows of
 // the swizzled 64 x 64 tile.
 template <typename Pair>
@@ -173,7 +147,7 @@ __device__ __forceinline__ void add_rows(void *sums, int half, const void *produ
                                          float top, float bottom) {
   float *s = reinterpret_cast<float *>(sums) + 32 * half;
   const float *p = reinterpret_cast<const float *>(products);
-  const int thread = afresh(threadIdx.x), lane = thread & 31, row = 16 * ((thread >> 5) & 3) + (lane >> 2);
+  const int lane = threadIdx.x & 31, row = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2);
   const char *base = static_cast<const char *>(tile) + row * 128 + 4 * (lane & 3);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -196,7 +170,7 @@ __device__ __forceinline__ float sum_quad(float x) {
 
 // rows[64] <- the dots of a warpgroup's 64 rows
 __device__ __forceinline__ void store_dots(float *rows, const float *dots, float top, float bottom) {
-  const int thread = afresh(threadIdx.x), lane = thread & 31, row = 16 * ((thread >> 5) & 3) + (lane >> 2);
+  const int lane = threadIdx.x & 31, row = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2);
   const float a = sum_quad(dots[0]), b = sum_quad(dots[1]);
   if ((lane & 3) == 0) {
     rows[row] = top * a;
@@ -204,10 +178,13 @@ __device__ __forceinline__ void store_dots(float *rows, const float *dots, float
   }
 }
 
-// the 64 x 64 matrix U[r][s] = 1 for s >= r, else 0, as a 16-bit fragment
-template <typename Pair> __device__ __forceinline__ void fill_not_before(void *fragment) {
+// the 64 x 64 matrix U[r][s] = 1 for s >= r, else 0, as a 16-bit fragment; `turn` only keeps it from being made once
+// and held in registers all along.
+template <typename Pair> __device__ __forceinline__ void fill_not_before(void *fragment, int turn) {
   uint32_t *words = reinterpret_cast<uint32_t *>(fragment);
-  const int thread = afresh(threadIdx.x), lane = thread & 31, row = 16 * ((thread >> 5) & 3) + (lane >> 2);
+  const int lane = threadIdx.x & 31;
+  int row = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2);
+  asm volatile("" : "+r"(row) : "r"(turn));
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -221,7 +198,7 @@ template <typename Pair> __device__ __forceinline__ void fill_not_before(void *f
 // times beta_t, columns[t] <- Y[0][t].
 __device__ __forceinline__ void sum_crossing(float *crossing, float *columns, const void *sums, const float *gates) {
   const float *y = reinterpret_cast<const float *>(sums);
-  const int thread = afresh(threadIdx.x), lane = thread & 31, row = 16 * ((thread >> 5) & 3) + (lane >> 2);
+  const int lane = threadIdx.x & 31, row = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2);
   float total[2] = {0.f, 0.f};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -237,55 +214,26 @@ __device__ __forceinline__ void sum_crossing(float *crossing, float *columns, co
   store_dots(crossing, total, 1.f, 1.f);
 }
 
+// part <- the sum of the products of two tiles of 128 x 128, by `threads` threads of whole warps; one number a warp
 template <typename Pair>
-__device__ __forceinline__ void mma_16bit(float *c, const uint32_t *a, uint32_t b0, uint32_t b1);
-template <>
-__device__ __forceinline__ void mma_16bit<__nv_bfloat162>(float *c, const uint32_t *a, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma_16bit<__half2>(float *c, const uint32_t *a, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t *words, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
-}
-
-// The sum of the products of two tiles of 128 rows of 64, by two warps: rows times rows on the tensor cores, of which
-// the diagonal counts. sums[8] keep it, spread over the threads.
-template <typename Pair>
-__device__ __forceinline__ void multiply_states(float *sums, const void *states, const void *gradients, int warp) {
-  const int lane = threadIdx.x & 31;
-  const uint32_t row = (64 * warp + (lane & 15)) * 128;
-  const uint32_t s = static_cast<uint32_t>(__cvta_generic_to_shared(states)) + row;
-  const uint32_t d = static_cast<uint32_t>(__cvta_generic_to_shared(gradients)) + row;
+__device__ __forceinline__ void multiply_states(float *part, const void *states, const void *gradients, int thread,
+                                                int threads) {
+  const uint4 *s = static_cast<const uint4 *>(states), *d = static_cast<const uint4 *>(gradients);
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+  for (int n = thread; n < 2048; n += threads) {
+    const uint4 a = s[n], b = d[n];
+    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-  for (int block = 0; block < 4; ++block)
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t place = 2048 * block + (((2 * k + (lane >> 4)) ^ (lane & 7)) << 4);
-      uint32_t a[4], b[4];
-      load_matrices(a, s + place);
-      load_matrices(b, d + place);
-      mma_16bit<Pair>(sums, a, b[0], b[2]);
-      mma_16bit<Pair>(sums + 4, a, b[1], b[3]);
+    for (int e = 0; e < 4; ++e) {
+      const float2 u = unpack<Pair>(x[e]), w = unpack<Pair>(y[e]);
+      sum[e] += u.x * w.x + u.y * w.y;
     }
-}
-
-__device__ __forceinline__ void store_product(float *whole, const float *sums, int warp) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  float all = g == 2 * t ? sums[0] + sums[6] : g == 2 * t + 1 ? sums[1] + sums[7] : 0.f;
+  }
+  float all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) all += __shfl_xor_sync(0xffffffffu, all, d);
-  if (lane == 0) whole[warp] = all;
+  if ((thread & 31) == 0) part[thread / 32] = all;
 }
 
 // dg and dbeta of a chunk and value head, by one warp, two tokens a lane. a: the gradients of the decays from the
@@ -350,7 +298,7 @@ template <typename Pair>
 __device__ __forceinline__ void store_accumulator(void *out, const void *accumulator, int first, int head, int heads,
                                                   int valid) {
   const float *x = reinterpret_cast<const float *>(accumulator);
-  const int thread = afresh(threadIdx.x), lane = thread & 31, row = 16 * ((thread >> 5) & 3) + (lane >> 2);
+  const int lane = threadIdx.x & 31, row = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (row + 8 * h < valid) {

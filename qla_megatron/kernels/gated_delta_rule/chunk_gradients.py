@@ -14,31 +14,28 @@ where a_s = q_s . (the first term of dQ)_s - exp(g_s) k_s . S dv_s, and e_t = k_
 subtracted in dg: see README.md.
 
 A block takes a chunk of one key head after another, and sums dQ and dK over the value heads of the group. Warpgroups:
-0 is for dQ, 1 for dK through dV and L, 2 for dK through dS and U; of the last, warp 0 loads, warps 1 and 2 zero the
-tails of Q and K and multiply S with dS, warp 3 makes dg and dbeta. dO and dV are taken into registers at once. With m
-the m-th chunk and n the n-th head of this block, c = m % 2, s = n % 2:
+0 is for dQ, 1 for dK through dV and L, 2 for dK through dS and U, for dg and dbeta; of the last, warp 0 loads, warps 1
+and 2 multiply S with dS, warp 3 zeroes the tails of Q and K. With m the m-th chunk and n the n-th head of this block,
+s = n % 2:
 
-    barrier          says                                  arrivals                   waited for by           parity
-    keys_full[c]     Q, K, place of m have landed          32 of warp 0               warps 1, 2              m / 2
-    keys_ready[c]    and their tails are zero              64 of warps 1, 2           warpgroups, warp 3      m / 2
-    keys_done[c]     Q, K of m were read but for dK's sum  256 of warpgroups 0, 1     warpgroup 2             m / 2
-    exchange[c]      half of dK lies in their place        128 of warpgroup 2         warpgroup 1             m / 2
-    keys_empty[c]    it was taken                          128 of warpgroup 1         warp 0                  m / 2 + 1
-    full[s]          X and gates of n have landed          32 of warp 0               warpgroups, warp 3      n / 2
-    empty[s]         they were read                        384 + 32 of warp 3         warp 0                  n / 2 + 1
-    values_full      dO, dV of n have landed               32 of warp 0               warpgroups 0, 1         n
-    values_empty     they are in registers                 256                        warp 0                  n + 1
-    state_full[]     a half of S of n has landed           32 of warp 0               warpgroups 0, 1, warps  n
-    state_empty[]    it was read                           256 + 64 of warps 1, 2     warp 0                  n + 1
-    gradient_full[]  a half of dS of n has landed          32 of warp 0               warpgroup 2, warps      n
-    gradient_empty[] it was read                           128 + 64 of warps 1, 2        warp 0                  n + 1
-    scored           the tiles of U and L are there        256 of warpgroups 0, 1     warpgroup 2             n
-    unscored         they were read                        128 of warpgroup 2         warpgroups 0, 1         n + 1
-    dotted           the row sums for dg are there         384 + 64 of warps 1, 2     warp 3                  n
-    undotted         they were read                        32 of warp 3               warpgroups, warps 1, 2  n + 1
+    barrier          says                                arrivals                     waited for by            parity
+    keys_full        Q, K of m have landed               32 of the loading warp       warp 3                   m
+    keys_ready       and their tails are zero            32 of warp 3                 warpgroups               m
+    keys_empty       Q, K of m were read                 384                          loading warp             m + 1
+    full[s]          X, dV, dO, gates of n have landed   32 of the loading warp       warpgroups               n / 2
+    empty[s]         they were read                      384                          loading warp             n / 2 + 1
+    state_full       S of n has landed                   32 of the loading warp       warpgroups 0, 1, warps   n
+    state_empty      it was read                         256 + 64                     loading warp             n + 1
+    gradient_full    dS of n has landed                  32 of the loading warp       warpgroup 2, warps       n
+    gradient_empty   it was read                         128 + 64                     loading warp             n + 1
+    scored           the tiles of U and L are there      256                          warpgroup 2              n
+    unscored         they were read                      128 of warpgroup 2           warpgroups 0, 1          n + 1
+    dotted           the row sums for dg are there       256 + 64                     warpgroup 2              n
+    undotted         they were read                      128 of warpgroup 2           warpgroups 0, 1, warps   n + 1
+    exchange_free    X, dV of m's last head were read    128 of warpgroup 1           warpgroup 2              m
+    exchange_full    half of dK lies in their place      128 of warpgroup 2           warpgroup 1              m
 
-Every wait is for an event of the same or of an earlier head; no event of a head waits for one of a later head. Only
-warp 0 looks for chunks; a place without tokens ends the work.
+Every wait is for an event of the same or of an earlier head; no event of a head waits for one of a later head.
 """
 
 from typing import Any
@@ -90,44 +87,56 @@ def chunk_gradients_kernel(dtype: str) -> Any:
     ):
         with T.Kernel(blocks, threads=512) as block:
             T.import_source(CHUNK_GRADIENTS)
-            q_tile = T.alloc_shared((2, CHUNK, HEAD_DIM), dtype)
-            k_tile = T.alloc_shared((2, CHUNK, HEAD_DIM), dtype)
+            q_tile = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
+            k_tile = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
             x_tile = T.alloc_shared((2, CHUNK, HEAD_DIM), dtype)
-            dv_tile = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
-            do_tile = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
+            dv_tile = T.alloc_shared((2, CHUNK, HEAD_DIM), dtype)
+            do_tile = T.alloc_shared((2, CHUNK, HEAD_DIM), dtype)
             s_tile = T.alloc_shared((2, HEAD_DIM, HALF), dtype)
             ds_tile = T.alloc_shared((2, HEAD_DIM, HALF), dtype)
-            tiles = [T.alloc_shared((CHUNK, CHUNK), dtype) for _ in range(4)]
-            u_tile, l_tile, between_u, between_l = tiles
+            u_tile = T.alloc_shared((CHUNK, CHUNK), dtype)
+            l_tile = T.alloc_shared((CHUNK, CHUNK), dtype)
+            between_u = T.alloc_shared((CHUNK, CHUNK), dtype)
+            between_l = T.alloc_shared((CHUNK, CHUNK), dtype)
             gate_tile = T.alloc_shared((2, 2, CHUNK), "float32")
-            # start: q . dO S^T, k . dV S^T; rows: k . X dS^T, crossing, columns
-            start = T.alloc_shared((2, CHUNK), "float32", scope="shared")
-            rows = T.alloc_shared((3, CHUNK), "float32", scope="shared")
+            # rows: q . dO S^T, k . dV S^T, k . X dS^T, crossing, columns
+            rows = T.alloc_shared((5, CHUNK), "float32", scope="shared")
             whole = T.alloc_shared((2,), "float32", scope="shared")
-            places = T.alloc_shared((2, 4), "int32", scope="shared")
-            swizzled = (q_tile, k_tile, x_tile, dv_tile, do_tile, s_tile, ds_tile, *tiles)
-            T.annotate_layout({tile: tilelang.layout.make_swizzled_layout(tile) for tile in swizzled})
-            keys_full, keys_ready = T.alloc_barrier([32] * 2), T.alloc_barrier([64] * 2)
-            keys_done, exchange = T.alloc_barrier([256] * 2), T.alloc_barrier([128] * 2)
-            keys_empty = T.alloc_barrier([128] * 2)
-            full, empty = T.alloc_barrier([32] * 2), T.alloc_barrier([416] * 2)
-            values_full, values_empty = T.alloc_barrier(32), T.alloc_barrier(256)
-            state_full, state_empty = T.alloc_barrier([32] * 2), T.alloc_barrier([320] * 2)
-            gradient_full, gradient_empty = T.alloc_barrier([32] * 2), T.alloc_barrier([192] * 2)
+            T.annotate_layout(
+                {
+                    tile: tilelang.layout.make_swizzled_layout(tile)
+                    for tile in (
+                        q_tile,
+                        k_tile,
+                        x_tile,
+                        dv_tile,
+                        do_tile,
+                        s_tile,
+                        ds_tile,
+                        u_tile,
+                        l_tile,
+                        between_u,
+                        between_l,
+                    )
+                }
+            )
+            keys_full, keys_ready, keys_empty = T.alloc_barrier(32), T.alloc_barrier(32), T.alloc_barrier(384)
+            full, empty = T.alloc_barrier([32] * 2), T.alloc_barrier([384] * 2)
+            state_full, state_empty = T.alloc_barrier(32), T.alloc_barrier(320)
+            gradient_full, gradient_empty = T.alloc_barrier(32), T.alloc_barrier(192)
             scored, unscored = T.alloc_barrier(256), T.alloc_barrier(128)
-            dotted, undotted = T.alloc_barrier(448), T.alloc_barrier(32)
+            dotted, undotted = T.alloc_barrier(320), T.alloc_barrier(128)
+            exchange_free, exchange_full = T.alloc_barrier(128), T.alloc_barrier(128)
 
             dq_sum = T.alloc_fragment((CHUNK, HEAD_DIM), "float32")
-            do16 = T.alloc_fragment((CHUNK, HEAD_DIM), dtype)
             qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
-            qk16 = T.alloc_fragment((CHUNK, CHUNK), dtype)
             f = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            u16 = T.alloc_fragment((CHUNK, CHUNK), dtype)
             from_state = T.alloc_fragment((CHUNK, HALF), "float32")
             dk_sum = T.alloc_fragment((CHUNK, HEAD_DIM), "float32")
-            dv16 = T.alloc_fragment((CHUNK, HEAD_DIM), dtype)
             kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
-            kk16 = T.alloc_fragment((CHUNK, CHUNK), dtype)
             e = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            l16 = T.alloc_fragment((CHUNK, CHUNK), dtype)
             from_value = T.alloc_fragment((CHUNK, HALF), "float32")
             dk_part = T.alloc_fragment((CHUNK, HEAD_DIM), "float32")
             to_state = T.alloc_fragment((CHUNK, HALF), "float32")
@@ -135,89 +144,89 @@ def chunk_gradients_kernel(dtype: str) -> Any:
             y = T.alloc_fragment((CHUNK, CHUNK), "float32")
 
             thread = T.get_thread_binding()
-            dots, factors = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
-            place, products = T.alloc_local((4,), "int32"), T.alloc_local((8,), "float32")
-            m, n, valid, items, slot, head = (T.alloc_var("int32") for _ in range(6))
+            place, dots = T.alloc_local((2,), "int32"), T.alloc_local((2,), "float32")
+            factors = T.alloc_local((2,), "float32")
+            items, slot, key, head = (T.alloc_var("int32") for _ in range(4))
+            m, n, left, valid = (T.alloc_var("int32") for _ in range(4))
             row = (thread % 128) // 32 * 16 + thread % 32 // 4
+            items = (last_slot - first_slot) * key_heads
             m = 0
             n = 0
-            valid = 1
 
             if thread < 128:
-                T.set_max_nreg(168, 1)
-                while valid > 0:
-                    T.barrier_wait(keys_ready[m % 2], m // 2 % 2)
-                    valid = places[m % 2, 1]
+                T.set_max_nreg(160, 1)
+                for item in T.serial(T.truncdiv(items - block + blocks - 1, blocks)):
+                    slot = first_slot + T.truncdiv(block + item * blocks, key_heads)
+                    key = (block + item * blocks) % key_heads
+                    T.call_extern(
+                        "handle", "qla::locate_chunk", place.data, T.address_of(cu_seqlens[0]), offsets - 1, slot
+                    )
+                    valid = place[1]
                     if valid > 0:
-                        T.wgmma_gemm(q_tile[m % 2, :, :], k_tile[m % 2, :, :], qk, transpose_B=True, clear_accum=True)
+                        T.barrier_wait(keys_ready, m % 2)
+                        T.wgmma_gemm(q_tile, k_tile, qk, transpose_B=True, clear_accum=True)
                         T.clear(dq_sum)
                         T.wait_wgmma(0)
                         T.warpgroup_fence_operand(qk)
-                        T.copy(qk, qk16)
                         for _ in T.serial(group):
-                            T.barrier_wait(values_full, n % 2)
-                            T.call_extern("handle", "qla::load_columns", do16.data, T.access_ptr(do_tile[0, 0], "r"))
-                            T.barrier_arrive(values_empty)
-                            if valid < CHUNK:
-                                T.call_extern("handle", "qla::clear_fragment_rows", do16.data, valid)
                             T.barrier_wait(full[n % 2], n // 2 % 2)
-                            T.wgmma_gemm(do16, x_tile[n % 2, :, :], f, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(
+                                do_tile[n % 2, :, :], x_tile[n % 2, :, :], f, transpose_B=True, clear_accum=True
+                            )
+                            T.wait_wgmma(0)
+                            T.warpgroup_fence_operand(f)
+                            T.barrier_wait(unscored, (n + 1) % 2)
+                            T.call_extern(
+                                "handle",
+                                f"qla::score_gradients<{pair}>",
+                                u16.data,
+                                T.access_ptr(u_tile[0, 0], "w"),
+                                T.access_ptr(between_u[0, 0], "w"),
+                                f.data,
+                                qk.data,
+                                T.access_ptr(gate_tile[n % 2, 0, 0], "r"),
+                                scale,
+                                valid,
+                            )
+                            T.fence_proxy_async()
+                            T.barrier_arrive(scored)
+                            T.wgmma_gemm(u16, k_tile, dq_sum)
                             factors[0] = scale * T.exp2(gate_tile[n % 2, 0, row])
                             factors[1] = scale * T.exp2(gate_tile[n % 2, 0, row + 8])
                             dots[0] = 0
                             dots[1] = 0
+                            T.barrier_wait(state_full, n % 2)
                             T.wait_wgmma(0)
-                            T.warpgroup_fence_operand(f)
-                            T.barrier_wait(unscored, (n + 1) % 2)
-                            T.sync_threads(1, 128)  # u_tile was read by all of the warpgroup
-                            T.call_extern(
-                                "handle",
-                                f"qla::score_gradients<{pair}>",
-                                T.access_ptr(u_tile[0, 0], "w"),
-                                T.access_ptr(between_u[0, 0], "w"),
-                                f.data,
-                                qk16.data,
-                                T.access_ptr(gate_tile[n % 2, 0, 0], "r"),
-                                scale,
-                            )
-                            T.fence_proxy_async()
-                            T.barrier_arrive(scored)
-                            T.barrier_arrive(empty[n % 2])
-                            T.sync_threads(1, 128)  # and will be
-                            T.wgmma_gemm(u_tile, k_tile[m % 2, :, :], dq_sum)
+                            T.warpgroup_fence_operand(dq_sum)
                             for half in T.unroll(2):
-                                T.barrier_wait(state_full[half], n % 2)
-                                T.wgmma_gemm(do16, s_tile[half, :, :], from_state, clear_accum=True)
+                                T.wgmma_gemm(do_tile[n % 2, :, :], s_tile[half, :, :], from_state, clear_accum=True)
                                 T.wait_wgmma(0)
                                 T.warpgroup_fence_operand(from_state)
-                                if half == 0:
-                                    T.warpgroup_fence_operand(dq_sum)
                                 T.call_extern(
                                     "handle",
                                     f"qla::add_rows<{pair}>",
                                     dq_sum.data,
                                     half,
                                     from_state.data,
-                                    T.access_ptr(q_tile[m % 2, 0, half * HALF], "r"),
+                                    T.access_ptr(q_tile[0, half * HALF], "r"),
                                     dots.data,
                                     factors[0],
                                     factors[1],
                                 )
-                                T.barrier_arrive(state_empty[half])
+                            T.barrier_arrive(state_empty)
+                            T.barrier_arrive(empty[n % 2])
                             T.barrier_wait(undotted, (n + 1) % 2)
                             T.call_extern(
                                 "handle",
                                 "qla::store_dots",
-                                T.access_ptr(start[0, 0], "w"),
+                                T.access_ptr(rows[0, 0], "w"),
                                 dots.data,
                                 factors[0],
                                 factors[1],
                             )
                             T.barrier_arrive(dotted)
                             n = n + 1
-                        place[0] = places[m % 2, 0]
-                        place[2] = places[m % 2, 2]
-                        T.barrier_arrive(keys_done[m % 2])
+                        T.barrier_arrive(keys_empty)
                         m = m + 1
                         T.call_extern(
                             "handle",
@@ -225,124 +234,132 @@ def chunk_gradients_kernel(dtype: str) -> Any:
                             T.address_of(dq[0, 0, 0]),
                             dq_sum.data,
                             place[0],
-                            place[2],
+                            key,
                             key_heads,
                             valid,
                         )
 
             elif thread < 256:
-                T.set_max_nreg(168, 1)
-                while valid > 0:
-                    T.barrier_wait(keys_ready[m % 2], m // 2 % 2)
-                    valid = places[m % 2, 1]
+                T.set_max_nreg(160, 1)
+                for item in T.serial(T.truncdiv(items - block + blocks - 1, blocks)):
+                    slot = first_slot + T.truncdiv(block + item * blocks, key_heads)
+                    key = (block + item * blocks) % key_heads
+                    T.call_extern(
+                        "handle", "qla::locate_chunk", place.data, T.address_of(cu_seqlens[0]), offsets - 1, slot
+                    )
+                    valid = place[1]
                     if valid > 0:
-                        T.wgmma_gemm(k_tile[m % 2, :, :], k_tile[m % 2, :, :], kk, transpose_B=True, clear_accum=True)
+                        T.barrier_wait(keys_ready, m % 2)
+                        T.wgmma_gemm(k_tile, k_tile, kk, transpose_B=True, clear_accum=True)
                         T.clear(dk_sum)
                         T.wait_wgmma(0)
                         T.warpgroup_fence_operand(kk)
-                        T.copy(kk, kk16)
-                        for _ in T.serial(group):
-                            T.barrier_wait(values_full, n % 2)
-                            T.call_extern("handle", "qla::load_columns", dv16.data, T.access_ptr(dv_tile[0, 0], "r"))
-                            T.barrier_arrive(values_empty)
-                            if valid < CHUNK:
-                                T.call_extern("handle", "qla::clear_fragment_rows", dv16.data, valid)
+                        for h in T.serial(group):
                             T.barrier_wait(full[n % 2], n // 2 % 2)
-                            T.wgmma_gemm(dv16, x_tile[n % 2, :, :], e, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(
+                                dv_tile[n % 2, :, :], x_tile[n % 2, :, :], e, transpose_B=True, clear_accum=True
+                            )
+                            T.wait_wgmma(0)
+                            T.warpgroup_fence_operand(e)
+                            T.barrier_wait(unscored, (n + 1) % 2)
+                            T.sync_threads(1, 128)  # l_tile was read by all of the warpgroup
+                            T.call_extern(
+                                "handle",
+                                f"qla::key_gradients<{pair}>",
+                                l16.data,
+                                T.access_ptr(l_tile[0, 0], "w"),
+                                T.access_ptr(between_l[0, 0], "w"),
+                                e.data,
+                                kk.data,
+                                T.access_ptr(gate_tile[n % 2, 0, 0], "r"),
+                                valid,
+                            )
+                            T.fence_proxy_async()
+                            T.barrier_arrive(scored)
+                            T.sync_threads(1, 128)  # and will be
+                            T.wgmma_gemm(l16, k_tile, dk_sum)
+                            T.wgmma_gemm(l_tile, k_tile, dk_sum, transpose_A=True)
                             factors[0] = -T.exp2(gate_tile[n % 2, 0, row])
                             factors[1] = -T.exp2(gate_tile[n % 2, 0, row + 8])
                             dots[0] = 0
                             dots[1] = 0
+                            T.barrier_wait(state_full, n % 2)
                             T.wait_wgmma(0)
-                            T.warpgroup_fence_operand(e)
-                            T.barrier_wait(unscored, (n + 1) % 2)
-                            T.sync_threads(2, 128)  # l_tile was read by all of the warpgroup
-                            T.call_extern(
-                                "handle",
-                                f"qla::key_gradients<{pair}>",
-                                T.access_ptr(l_tile[0, 0], "w"),
-                                T.access_ptr(between_l[0, 0], "w"),
-                                e.data,
-                                kk16.data,
-                                T.access_ptr(gate_tile[n % 2, 0, 0], "r"),
-                            )
-                            T.fence_proxy_async()
-                            T.barrier_arrive(scored)
-                            T.barrier_arrive(empty[n % 2])
-                            T.sync_threads(2, 128)  # and will be
-                            T.wgmma_gemm(l_tile, k_tile[m % 2, :, :], dk_sum)
-                            T.wgmma_gemm(l_tile, k_tile[m % 2, :, :], dk_sum, transpose_A=True)
+                            T.warpgroup_fence_operand(dk_sum)
                             for half in T.unroll(2):
-                                T.barrier_wait(state_full[half], n % 2)
-                                T.wgmma_gemm(dv16, s_tile[half, :, :], from_value, clear_accum=True)
+                                T.wgmma_gemm(dv_tile[n % 2, :, :], s_tile[half, :, :], from_value, clear_accum=True)
                                 T.wait_wgmma(0)
                                 T.warpgroup_fence_operand(from_value)
-                                if half == 0:
-                                    T.warpgroup_fence_operand(dk_sum)
                                 T.call_extern(
                                     "handle",
                                     f"qla::add_rows<{pair}>",
                                     dk_sum.data,
                                     half,
                                     from_value.data,
-                                    T.access_ptr(k_tile[m % 2, 0, half * HALF], "r"),
+                                    T.access_ptr(k_tile[0, half * HALF], "r"),
                                     dots.data,
                                     factors[0],
                                     factors[1],
                                 )
-                                T.barrier_arrive(state_empty[half])
+                            T.barrier_arrive(state_empty)
                             T.barrier_wait(undotted, (n + 1) % 2)
                             T.call_extern(
                                 "handle",
                                 "qla::store_dots",
-                                T.access_ptr(start[1, 0], "w"),
+                                T.access_ptr(rows[1, 0], "w"),
                                 dots.data,
                                 factors[0],
                                 factors[1],
                             )
                             T.barrier_arrive(dotted)
+                            if h < group - 1:
+                                T.barrier_arrive(empty[n % 2])
                             n = n + 1
-                        T.barrier_arrive(keys_done[m % 2])
-                        T.barrier_wait(exchange[m % 2], m // 2 % 2)
+                        T.barrier_arrive(keys_empty)
+                        T.barrier_arrive(exchange_free)
+                        T.barrier_wait(exchange_full, m % 2)
+                        m = m + 1
                         T.call_extern(
                             "handle",
                             "qla::take_over",
                             dk_sum.data,
-                            T.access_ptr(q_tile[m % 2, 0, 0], "r"),
-                            T.access_ptr(k_tile[m % 2, 0, 0], "r"),
+                            T.access_ptr(x_tile[(n + 1) % 2, 0, 0], "r"),
+                            T.access_ptr(dv_tile[(n + 1) % 2, 0, 0], "r"),
                         )
-                        place[0] = places[m % 2, 0]
-                        place[2] = places[m % 2, 2]
                         T.fence_proxy_async()
-                        T.barrier_arrive(keys_empty[m % 2])
-                        m = m + 1
+                        T.barrier_arrive(empty[(n + 1) % 2])
                         T.call_extern(
                             "handle",
                             f"qla::store_accumulator<{pair}>",
                             T.address_of(dk[0, 0, 0]),
                             dk_sum.data,
                             place[0],
-                            place[2],
+                            key,
                             key_heads,
                             valid,
                         )
 
             elif thread < 384:
-                T.set_max_nreg(144, 1)
-                while valid > 0:
-                    T.barrier_wait(keys_ready[m % 2], m // 2 % 2)
-                    valid = places[m % 2, 1]
+                T.set_max_nreg(160, 1)
+                for item in T.serial(T.truncdiv(items - block + blocks - 1, blocks)):
+                    slot = first_slot + T.truncdiv(block + item * blocks, key_heads)
+                    key = (block + item * blocks) % key_heads
+                    T.call_extern(
+                        "handle", "qla::locate_chunk", place.data, T.address_of(cu_seqlens[0]), offsets - 1, slot
+                    )
+                    valid = place[1]
                     if valid > 0:
                         T.clear(dk_part)
-                        for _ in T.serial(group):
+                        T.barrier_wait(keys_ready, m % 2)
+                        for h in T.serial(group):
                             T.barrier_wait(full[n % 2], n // 2 % 2)
                             for x in T.unroll(2):
                                 factors[x] = gate_tile[n % 2, 1, row + 8 * x] * T.exp2(
                                     gate_tile[n % 2, 0, CHUNK - 1] - gate_tile[n % 2, 0, row + 8 * x]
                                 )
                                 dots[x] = 0
+                            T.barrier_wait(gradient_full, n % 2)
                             for half in T.unroll(2):
-                                T.barrier_wait(gradient_full[half], n % 2)
                                 T.wgmma_gemm(x_tile[n % 2, :, :], ds_tile[half, :, :], to_state, clear_accum=True)
                                 T.wait_wgmma(0)
                                 T.warpgroup_fence_operand(to_state)
@@ -352,200 +369,161 @@ def chunk_gradients_kernel(dtype: str) -> Any:
                                     dk_part.data,
                                     half,
                                     to_state.data,
-                                    T.access_ptr(k_tile[m % 2, 0, half * HALF], "r"),
+                                    T.access_ptr(k_tile[0, half * HALF], "r"),
                                     dots.data,
                                     factors[0],
                                     factors[1],
                                 )
-                                T.barrier_arrive(gradient_empty[half])
-                            T.call_extern("handle", f"qla::fill_not_before<{pair}>", not_before.data)
+                            T.barrier_arrive(gradient_empty)
+                            T.call_extern("handle", f"qla::fill_not_before<{pair}>", not_before.data, n)
                             T.barrier_wait(scored, n % 2)
                             T.wgmma_gemm(not_before, between_u, y, clear_accum=True)
                             T.wgmma_gemm(not_before, between_l, y)
-                            T.wgmma_gemm(u_tile, q_tile[m % 2, :, :], dk_part, transpose_A=True)
-                            T.barrier_wait(undotted, (n + 1) % 2)
+                            T.wgmma_gemm(u_tile, q_tile, dk_part, transpose_A=True)
                             T.call_extern(
-                                "handle", "qla::store_dots", T.access_ptr(rows[0, 0], "w"), dots.data, 1.0, 1.0
+                                "handle", "qla::store_dots", T.access_ptr(rows[2, 0], "w"), dots.data, 1.0, 1.0
                             )
                             T.wait_wgmma(1)
                             T.warpgroup_fence_operand(y)
                             T.call_extern(
                                 "handle",
                                 "qla::sum_crossing",
-                                T.access_ptr(rows[1, 0], "w"),
-                                T.access_ptr(rows[2, 0], "w"),
+                                T.access_ptr(rows[3, 0], "w"),
+                                T.access_ptr(rows[4, 0], "w"),
                                 y.data,
                                 T.access_ptr(gate_tile[n % 2, 0, 0], "r"),
                             )
                             T.wait_wgmma(0)
                             T.warpgroup_fence_operand(dk_part)
                             T.barrier_arrive(unscored)
-                            T.barrier_arrive(dotted)
-                            T.barrier_arrive(empty[n % 2])
-                            n = n + 1
-                        T.barrier_wait(keys_done[m % 2], m // 2 % 2)
-                        T.call_extern(
-                            "handle",
-                            "qla::hand_over",
-                            T.access_ptr(q_tile[m % 2, 0, 0], "w"),
-                            T.access_ptr(k_tile[m % 2, 0, 0], "w"),
-                            dk_part.data,
-                        )
-                        T.fence_proxy_async()
-                        T.barrier_arrive(exchange[m % 2])
-                        m = m + 1
-
-            else:
-                T.set_max_nreg(32, 0)
-                if thread < 416:
-                    items = (last_slot - first_slot) * key_heads
-                    for item in T.serial(T.truncdiv(items - block + blocks - 1, blocks)):
-                        slot = T.truncdiv(block + item * blocks, key_heads)
-                        T.call_extern(
-                            "handle",
-                            "qla::locate_chunk",
-                            place.data,
-                            T.address_of(cu_seqlens[0]),
-                            offsets - 1,
-                            first_slot + slot,
-                            block + item * blocks - slot * key_heads,
-                        )
-                        if place[1] > 0:
-                            T.barrier_wait(keys_empty[m % 2], (m // 2 + 1) % 2)
-                            for x in T.unroll(3):
-                                places[m % 2, x] = place[x]
-                            T.tma_copy(
-                                k[place[0] : place[0] + CHUNK, place[2], 0:HEAD_DIM],
-                                k_tile[m % 2, :, :],
-                                barrier=keys_full[m % 2],
-                            )
-                            T.tma_copy(
-                                q[place[0] : place[0] + CHUNK, place[2], 0:HEAD_DIM],
-                                q_tile[m % 2, :, :],
-                                barrier=keys_full[m % 2],
-                            )
-                            T.barrier_arrive(keys_full[m % 2])
-                            for h in T.serial(group):
-                                head = place[2] * group + h
-                                T.barrier_wait(empty[n % 2], (n // 2 + 1) % 2)
-                                T.tma_copy(
-                                    gates[first_slot + slot, head, 0:2, 0:CHUNK],
-                                    gate_tile[n % 2, :, :],
-                                    barrier=full[n % 2],
-                                )
-                                T.tma_copy(
-                                    writes[slot, head, 0:CHUNK, 0:HEAD_DIM], x_tile[n % 2, :, :], barrier=full[n % 2]
-                                )
-                                T.barrier_arrive(full[n % 2])
-                                T.barrier_wait(values_empty, (n + 1) % 2)
-                                T.tma_copy(
-                                    do[place[0] : place[0] + CHUNK, head, 0:HEAD_DIM], do_tile, barrier=values_full
-                                )
-                                T.tma_copy(
-                                    dv[place[0] : place[0] + CHUNK, head, 0:HEAD_DIM], dv_tile, barrier=values_full
-                                )
-                                T.barrier_arrive(values_full)
-                                for half in T.unroll(2):
-                                    T.barrier_wait(gradient_empty[half], (n + 1) % 2)
-                                    T.tma_copy(
-                                        dstates[slot, head, 0:HEAD_DIM, half * HALF : half * HALF + HALF],
-                                        ds_tile[half, :, :],
-                                        barrier=gradient_full[half],
-                                    )
-                                    T.barrier_arrive(gradient_full[half])
-                                for half in T.unroll(2):
-                                    T.barrier_wait(state_empty[half], (n + 1) % 2)
-                                    T.tma_copy(
-                                        states[slot, head, 0:HEAD_DIM, half * HALF : half * HALF + HALF],
-                                        s_tile[half, :, :],
-                                        barrier=state_full[half],
-                                    )
-                                    T.barrier_arrive(state_full[half])
-                                n = n + 1
-                            m = m + 1
-                    T.barrier_wait(keys_empty[m % 2], (m // 2 + 1) % 2)
-                    places[m % 2, 1] = 0
-                    T.barrier_arrive(keys_full[m % 2])
-                elif thread < 480:
-                    while valid > 0:
-                        T.barrier_wait(keys_full[m % 2], m // 2 % 2)
-                        valid = places[m % 2, 1]
-                        if (valid > 0) & (valid < CHUNK):
-                            for r, c in T.Parallel(CHUNK, HEAD_DIM):
-                                if r >= valid:
-                                    q_tile[m % 2, r, c] = 0
-                                    k_tile[m % 2, r, c] = 0
-                            T.fence_proxy_async()
-                        T.barrier_arrive(keys_ready[m % 2])
-                        if valid > 0:
-                            for _ in T.serial(group):
-                                for x in T.unroll(8):
-                                    products[x] = 0
-                                for half in T.unroll(2):
-                                    T.barrier_wait(gradient_full[half], n % 2)
-                                    T.barrier_wait(state_full[half], n % 2)
-                                    T.call_extern(
-                                        "handle",
-                                        f"qla::multiply_states<{pair}>",
-                                        products.data,
-                                        T.access_ptr(s_tile[half, 0, 0], "r"),
-                                        T.access_ptr(ds_tile[half, 0, 0], "r"),
-                                        thread // 32 - 13,
-                                    )
-                                    T.barrier_arrive(state_empty[half])
-                                    T.barrier_arrive(gradient_empty[half])
-                                T.barrier_wait(undotted, (n + 1) % 2)
-                                T.call_extern(
-                                    "handle",
-                                    "qla::store_product",
-                                    T.access_ptr(whole[0], "w"),
-                                    products.data,
-                                    thread // 32 - 13,
-                                )
-                                T.barrier_arrive(dotted)
-                                n = n + 1
-                            m = m + 1
-                else:
-                    while valid > 0:
-                        T.barrier_wait(keys_ready[m % 2], m // 2 % 2)
-                        for x in T.unroll(3):
-                            place[x] = places[m % 2, x]
-                        valid = place[1]
-                        if valid > 0:
-                            for h in T.serial(group):
-                                T.barrier_wait(full[n % 2], n // 2 % 2)
-                                T.barrier_wait(dotted, n % 2)
-                                head = place[2] * group + h
+                            T.sync_threads(2, 128)
+                            T.barrier_wait(dotted, n % 2)
+                            head = key * group + h
+                            if thread < 288:
                                 T.call_extern(
                                     "handle",
                                     "qla::store_gate_gradients",
                                     T.address_of(dg[place[0], head]),
                                     T.address_of(dbeta[place[0], head]),
                                     T.cast(value_heads, "int64"),
-                                    T.access_ptr(start[0, 0], "r"),
-                                    T.access_ptr(start[1, 0], "r"),
                                     T.access_ptr(rows[0, 0], "r"),
                                     T.access_ptr(rows[1, 0], "r"),
                                     T.access_ptr(rows[2, 0], "r"),
+                                    T.access_ptr(rows[3, 0], "r"),
+                                    T.access_ptr(rows[4, 0], "r"),
                                     T.access_ptr(whole[0], "r"),
                                     T.access_ptr(gate_tile[n % 2, 0, 0], "r"),
                                     valid,
                                 )
-                                T.barrier_arrive(undotted)
+                            T.sync_threads(2, 128)  # the rows are read before they are written again
+                            T.barrier_arrive(undotted)
+                            if h < group - 1:
                                 T.barrier_arrive(empty[n % 2])
+                            n = n + 1
+                        T.barrier_arrive(keys_empty)
+                        T.barrier_wait(exchange_free, m % 2)
+                        m = m + 1
+                        T.call_extern(
+                            "handle",
+                            "qla::hand_over",
+                            T.access_ptr(x_tile[(n + 1) % 2, 0, 0], "w"),
+                            T.access_ptr(dv_tile[(n + 1) % 2, 0, 0], "w"),
+                            dk_part.data,
+                        )
+                        T.fence_proxy_async()
+                        T.barrier_arrive(exchange_full)
+                        T.barrier_arrive(empty[(n + 1) % 2])
+
+            else:
+                T.set_max_nreg(32, 0)
+                for item in T.serial(T.truncdiv(items - block + blocks - 1, blocks)):
+                    slot = first_slot + T.truncdiv(block + item * blocks, key_heads)
+                    key = (block + item * blocks) % key_heads
+                    T.call_extern(
+                        "handle", "qla::locate_chunk", place.data, T.address_of(cu_seqlens[0]), offsets - 1, slot
+                    )
+                    valid = place[1]
+                    left = place[0]
+                    if valid > 0:
+                        if thread < 416:
+                            for h in T.serial(group):
+                                head = key * group + h
+                                T.barrier_wait(empty[n % 2], (n // 2 + 1) % 2)
+                                T.tma_copy(gates[slot, head, 0:2, 0:CHUNK], gate_tile[n % 2, :, :], barrier=full[n % 2])
+                                T.tma_copy(
+                                    writes[slot - first_slot, head, 0:CHUNK, 0:HEAD_DIM],
+                                    x_tile[n % 2, :, :],
+                                    barrier=full[n % 2],
+                                )
+                                T.tma_copy(
+                                    dv[left : left + CHUNK, head, 0:HEAD_DIM], dv_tile[n % 2, :, :], barrier=full[n % 2]
+                                )
+                                T.tma_copy(
+                                    do[left : left + CHUNK, head, 0:HEAD_DIM], do_tile[n % 2, :, :], barrier=full[n % 2]
+                                )
+                                T.barrier_arrive(full[n % 2])
+                                T.barrier_wait(gradient_empty, (n + 1) % 2)
+                                for half in T.unroll(2):
+                                    T.tma_copy(
+                                        dstates[slot - first_slot, head, 0:HEAD_DIM, half * HALF : half * HALF + HALF],
+                                        ds_tile[half, :, :],
+                                        barrier=gradient_full,
+                                    )
+                                T.barrier_arrive(gradient_full)
+                                if h == 0:
+                                    T.barrier_wait(keys_empty, (m + 1) % 2)
+                                    T.tma_copy(k[left : left + CHUNK, key, 0:HEAD_DIM], k_tile, barrier=keys_full)
+                                    T.tma_copy(q[left : left + CHUNK, key, 0:HEAD_DIM], q_tile, barrier=keys_full)
+                                    T.barrier_arrive(keys_full)
+                                T.barrier_wait(state_empty, (n + 1) % 2)
+                                for half in T.unroll(2):
+                                    T.tma_copy(
+                                        states[slot - first_slot, head, 0:HEAD_DIM, half * HALF : half * HALF + HALF],
+                                        s_tile[half, :, :],
+                                        barrier=state_full,
+                                    )
+                                T.barrier_arrive(state_full)
                                 n = n + 1
-                            m = m + 1
+                        elif thread < 480:
+                            for _ in T.serial(group):
+                                T.barrier_wait(gradient_full, n % 2)
+                                T.barrier_wait(state_full, n % 2)
+                                T.barrier_wait(undotted, (n + 1) % 2)
+                                T.call_extern(
+                                    "handle",
+                                    f"qla::multiply_states<{pair}>",
+                                    T.access_ptr(whole[0], "w"),
+                                    T.access_ptr(s_tile[0, 0, 0], "r"),
+                                    T.access_ptr(ds_tile[0, 0, 0], "r"),
+                                    thread - 416,
+                                    64,
+                                )
+                                T.barrier_arrive(state_empty)
+                                T.barrier_arrive(gradient_empty)
+                                T.barrier_arrive(dotted)
+                                n = n + 1
+                        else:
+                            T.barrier_wait(keys_full, m % 2)
+                            if valid < CHUNK:
+                                for r, c in T.Parallel(CHUNK, HEAD_DIM):
+                                    if r >= valid:
+                                        q_tile[r, c] = 0
+                                        k_tile[r, c] = 0
+                                T.fence_proxy_async()
+                            T.barrier_arrive(keys_ready)
+                        m = m + 1
+                if thread >= 480:
                     # Rows past the last document, a row a block.
-                    slot = cu_seqlens[offsets - 1] + block
-                    for x in T.serial(T.truncdiv(tokens - slot + blocks - 1, blocks)):
+                    left = cu_seqlens[offsets - 1] + block
+                    for x in T.serial(T.truncdiv(tokens - left + blocks - 1, blocks)):
                         for h in T.serial(key_heads):
                             for c in T.Parallel(HEAD_DIM):
-                                dq[slot + x * blocks, h, c] = 0
-                                dk[slot + x * blocks, h, c] = 0
+                                dq[left + x * blocks, h, c] = 0
+                                dk[left + x * blocks, h, c] = 0
                         for h in T.serial(value_heads):
                             if thread == 480:
-                                dg[slot + x * blocks, h] = 0
-                                dbeta[slot + x * blocks, h] = 0
+                                dg[left + x * blocks, h] = 0
+                                dbeta[left + x * blocks, h] = 0
 
     return chunk_gradients
 
