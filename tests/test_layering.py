@@ -16,6 +16,8 @@ EXTERNAL = {
     "layers/spec.py": {"torch", "megatron", "transformer_engine"},
     "data": {"torch", "megatron", "numpy", "tokenizers", "transformers", "rich"},
     "recipes": {"torch", "megatron", "numpy", "omegaconf", "rich"},
+    "recipes/hugging_face/files.py": {"torch", "safetensors"},
+    "recipes/hugging_face/check.py": {"torch", "rich", "transformers"},
     "switch.py": {"megatron"},
     "testing": {"torch"},
     "testing/platform.py": {"torch", "megatron"},
@@ -70,8 +72,9 @@ def test_imports_point_one_way(path: Path) -> None:
 OP = PACKAGE / "kernels" / "gated_delta_rule"
 OP_LEVELS = [
     {"reference", "tiles"},
-    {"prepare_chunks", "state_output"},
-    {"fused_forward"},
+    {"triangle", "backward_tiles"},
+    {"prepare_chunks", "state_output", "state_gradient", "recompute_states", "chunk_gradients"},
+    {"fused_forward", "fused_backward"},
     {"chunked"},
     {"autograd"},
     {"op"},

@@ -102,9 +102,44 @@ def test_state_output(block_v):
     from qla_megatron.kernels.gated_delta_rule.state_output import state_output_kernel
 
     got = resources(state_output_kernel, "bfloat16", block_v)
+    check_one_block(got, 256 + 2 * block_v)
+
+
+def check_one_block(got, threads: int) -> None:
     # ptxas warns (C75xx) where it gives up running products asynchronously: the schedule would be lost silently.
     assert "C75" not in got["report"], got["report"]
     # What is spilled lies in the copying warps, outside the chain.
     assert got["spills"] <= 16
-    assert got["registers"] * (256 + 2 * block_v) <= REGISTERS_OF_A_MULTIPROCESSOR
+    assert got["registers"] * threads <= REGISTERS_OF_A_MULTIPROCESSOR
     assert got["shared"] <= SHARED_OF_A_MULTIPROCESSOR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_v", [64, 128])
+def test_state_gradient(block_v):
+    from qla_megatron.kernels.gated_delta_rule.state_gradient import state_gradient_kernel
+
+    check_one_block(resources(state_gradient_kernel, "bfloat16", block_v), 256 + 2 * block_v)
+
+
+@pytest.mark.slow
+def test_recompute_states():
+    from qla_megatron.kernels.gated_delta_rule.recompute_states import recompute_states_kernel
+
+    got = resources(recompute_states_kernel, "bfloat16")
+    # Two blocks of 256 threads hide each other's latency.
+    assert "C75" not in got["report"], got["report"]
+    assert got["spills"] == 0
+    assert got["registers"] * 256 * 2 <= REGISTERS_OF_A_MULTIPROCESSOR
+    assert got["shared"] * 2 <= SHARED_OF_A_MULTIPROCESSOR
+
+
+@pytest.mark.slow
+def test_chunk_gradients():
+    from qla_megatron.kernels.gated_delta_rule.chunk_gradients import chunk_gradients_kernel
+
+    got = resources(chunk_gradients_kernel, "bfloat16")
+    assert "C75" not in got["report"], got["report"]
+    assert got["spills"] <= 48
+    assert got["registers"] * 512 <= REGISTERS_OF_A_MULTIPROCESSOR
+    assert got["shared"] - RESERVED <= SHARED_OF_A_MULTIPROCESSOR
