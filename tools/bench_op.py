@@ -20,7 +20,7 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -320,7 +320,7 @@ def surroundings(commit: str | None, is_dirty: bool) -> dict[str, str]:
     }
 
 
-def append_rows(path: Path, rows: list[dict[str, str]], commit: str) -> None:
+def append_rows(path: Path, rows: list[dict[str, str]], commit: str, columns: Sequence[str] = COLUMNS) -> None:
     """Add rows to a results file; `newest` says which rows are of the newest commit."""
     old: list[dict[str, str]] = []
     if path.exists():
@@ -328,7 +328,7 @@ def append_rows(path: Path, rows: list[dict[str, str]], commit: str) -> None:
             old = list(csv.DictReader(file))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for row in old + rows:
             writer.writerow(row | {"newest": "yes" if row["commit"] == commit else "no"})
