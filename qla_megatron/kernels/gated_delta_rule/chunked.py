@@ -76,7 +76,7 @@ def backward(
         offsets = row_offsets(v.shape[0], v.shape[1], v.device) if cu_seqlens is None else cu_seqlens
         do, q, k, v = (x.flatten(0, 1).contiguous() for x in (do.to(v.dtype), q, k, v))
         dht = None if dht is None else dht.float().contiguous()
-        *grads, dstate = fused_backward(do, dht, q, k, v, inverses, gates, states, offsets.int(), scale)
+        *grads, dstate = fused_backward(do, dht, q, k, v, inverses, gates, states, offsets.int().contiguous(), scale)
         dq, dk, dv, dg, dbeta = (grad.view(x.shape) for grad, x in zip(grads, inputs, strict=True))
         return dq, dk, dv, dg, dbeta, dstate
     layout = lay_out_chunks(document_offsets(v.shape[0], v.shape[1], cu_seqlens, cu_seqlens_cpu), v.device)
