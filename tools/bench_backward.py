@@ -16,11 +16,10 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_op import COLUMNS, SCALE, SETS, D, Inputs, append_rows, make_inputs, parse_lengths, surroundings, time_ms
+from benchmarking import FACTS, SCALE, D, Inputs, append_rows, make_inputs, parse, surroundings, time_ms
 from torch import Tensor
 
 from qla_megatron.kernels.gated_delta_rule import chunked
@@ -28,7 +27,6 @@ from qla_megatron.kernels.gated_delta_rule import chunked
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
 ERRORS = tuple(f"rel_err_{name}" for name in GRADIENTS)
 KEYS = ("h_qk", "h_v", "seqs", "impl")
-FACTS = COLUMNS[COLUMNS.index("gate") :]
 BACKWARD_COLUMNS = (*KEYS, "bwd_ms", "peak_MiB", *ERRORS, *FACTS)
 TRAIN_COLUMNS = (*KEYS, "fwdbwd_ms", *ERRORS, *FACTS)
 
@@ -182,39 +180,25 @@ def measure(name: str, backward: Backward, train: Train, given: Given, is_throug
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=SETS, default="quick")
-    parser.add_argument("--one", nargs=3, metavar=("H", "HV", "LENGTHS"))
-    parser.add_argument("--impl", default="ours,fla,flash_qla")
     parser.add_argument("--through", choices=("backward", "autograd"), default="backward")
-    parser.add_argument("--gate", choices=("published", "zero", "trained"), default="published")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of the code, where there is no git history")
-    parser.add_argument("--dirty", action="store_true", help="the code differs from --commit")
-    args = parser.parse_args()
-    cases = [(int(args.one[0]), int(args.one[1]), args.one[2])] if args.one else SETS[args.set]
+    args = parse(parser, IMPLEMENTATIONS)
     is_through_autograd = args.through == "autograd"
     columns = TRAIN_COLUMNS if is_through_autograd else BACKWARD_COLUMNS
-    implementations = {}
-    for name in args.impl.split(","):
-        try:
-            implementations[name] = IMPLEMENTATIONS[name]()
-        except ImportError as error:
-            print(f"{name} is not there: {error}", file=sys.stderr)
     facts = surroundings(args.commit, args.dirty)
-    for h, hv, seqs in cases:
-        x = make_inputs(h, hv, parse_lengths(seqs), args.gate, 0)
+    for case in args.cases:
+        h, hv, seqs = case.h, case.hv, case.seqs
+        x = make_inputs(h, hv, case.lengths, args.gate, 0)
         generator = torch.Generator("cuda").manual_seed(1)
         do = torch.randn(x.v.shape, device="cuda", dtype=x.v.dtype, generator=generator)
         given = Given(x, do, torch.randn(len(x.cu) - 1, hv, D, D, device="cuda", generator=generator) / 8)
         line = [f"{h}/{hv} {seqs}:"]
-        for name, (backward, train) in implementations.items():
+        for name, (backward, train) in args.implementations.items():
             try:
                 row = measure(name, backward, train, given, is_through_autograd)
             except Exception as error:
                 print(f"{name} at {h}/{hv} {seqs}: {error!r}"[:400], file=sys.stderr)
                 continue
             row |= facts | {"h_qk": str(h), "h_v": str(hv), "seqs": seqs, "gate": args.gate}
-            row["command"] = " ".join(["tools/bench_backward.py", *sys.argv[1:]])
             line.append(f"{name} {row.get('bwd_ms') or row['fwdbwd_ms']} ms,")
             line.append("errors " + " ".join(row[column] for column in ERRORS) + ";")
             if args.out:

@@ -12,15 +12,13 @@ cache: their rates say nothing about memory. Errors are relative L2 errors again
 """
 
 import argparse
-import csv
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_op import parse_lengths, surroundings, time_ms
+from benchmarking import append_rows, need_gpu, parse_lengths, surroundings, time_ms
 
 from qla_megatron.kernels.causal_conv1d import reference as convolution_reference
 from qla_megatron.kernels.causal_conv1d.convolve import convolve
@@ -128,20 +126,6 @@ def relative(result: torch.Tensor, reference: torch.Tensor) -> float:
     return ((result.double() - reference).norm() / reference.norm()).item()
 
 
-def append_rows(path: Path, rows: list[dict[str, str]], commit: str) -> None:
-    """Add rows to a results file; `newest` says which rows are of the newest commit."""
-    old: list[dict[str, str]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            old = list(csv.DictReader(file))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for row in old + rows:
-            writer.writerow(row | {"newest": "yes" if row["commit"] == commit else "no"})
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -150,10 +134,10 @@ def main() -> None:
     parser.add_argument("--commit", help="of the code, where there is no git history")
     parser.add_argument("--dirty", action="store_true", help="the code differs from --commit")
     args = parser.parse_args()
+    need_gpu(parser)
     cases = [(int(args.one[0]), int(args.one[1]), args.one[2])] if args.one else CASES
     facts = surroundings(args.commit, args.dirty)
-    facts = {name: facts[name] for name in ENVIRONMENT}
-    facts["command"] = " ".join(["tools/bench_layer_kernels.py", *sys.argv[1:]])
+    facts = {name: facts[name] for name in (*ENVIRONMENT, "command")}
     rate = copy_rate()
     rows = [{"kernel": "copy", "GB_per_s": f"{rate / 1e9:.0f}", "share_of_copy": "1"} | facts]
     print(f"copy of 2 GiB: {rate / 1e9:.0f} GB/s", flush=True)
@@ -168,7 +152,7 @@ def main() -> None:
             print(f"{h}/{hv} {seqs} {name}: {ms:.4f} ms, {share:.1%} of the copy, error {error:.2e}", flush=True)
         torch.cuda.empty_cache()
     if args.out:
-        append_rows(args.out, rows, facts["commit"])
+        append_rows(args.out, rows, facts["commit"], COLUMNS)
 
 
 if __name__ == "__main__":

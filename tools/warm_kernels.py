@@ -16,17 +16,18 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
+ARCHITECTURE = "sm_90a"  # the only one that the kernels are written for
 DTYPES = ("bfloat16", "float16")
 
 
-def build(index: int, dtypes: tuple[str, ...], architecture: str) -> float:
+def build(index: int, dtypes: tuple[str, ...]) -> float:
     """Build one kernel of the list in this process; seconds."""
     from qla_megatron.kernels.catalogue import kernels
     from qla_megatron.kernels.compiled import compiled
 
     start = time.monotonic()
     kernel = kernels(dtypes)[index]
-    compiled(architecture, kernel.factory, *kernel.choices)
+    compiled(ARCHITECTURE, kernel.factory, *kernel.choices)
     return time.monotonic() - start
 
 
@@ -36,9 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--store", type=Path, help="folder of the kernels, else $TILELANG_CACHE_DIR or ~/.tilelang/cache"
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="bfloat16 alone if not given")
-    parser.add_argument(
-        "--architecture", default="sm_90a", help="sm_90a: the only one that the kernels are written for"
-    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; one a core if not given")
     parser.add_argument("--only", metavar="TEXT", help="kernels whose name holds this text")
     parser.add_argument("--list", action="store_true", help="show the kernels, build nothing")
@@ -67,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     context = get_context("spawn")
     with Progress(*columns) as progress, ProcessPoolExecutor(min(args.jobs, len(wanted)), mp_context=context) as pool:
         task = progress.add_task("building", total=len(wanted))
-        futures = {pool.submit(build, n, dtypes, args.architecture): n for n in wanted}
+        futures = {pool.submit(build, n, dtypes): n for n in wanted}
         for future in as_completed(futures):
             name = names[futures[future]]
             try:
