@@ -1,6 +1,10 @@
-"""Which implementation of an op serves which device."""
+"""Which implementation of an op serves which device, and what the fused kernels take."""
 
 import torch
+
+HEAD_DIM = 128  # K = V of the fused kernels
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # and TileLang's names of them
+PAIR_TYPES = {"bfloat16": "__nv_bfloat162", "float16": "__half2"}  # the CUDA type of two packed elements
 
 BACKENDS = ("auto", "tilelang", "reference")
 

@@ -8,13 +8,13 @@ registers, and no thread waits for another.
 import torch
 from torch import Tensor
 
+from .backend import DTYPES as DTYPES
+from .backend import HEAD_DIM as HEAD_DIM
+from .backend import PAIR_TYPES as PAIR_TYPES
 from .device import multiprocessors
 
-HEAD_DIM = 128
 THREADS = 128  # of a block; a warp is a unit of work
 WARPS = THREADS // 32
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-PAIR_TYPES = {"bfloat16": "__nv_bfloat162", "float16": "__half2"}  # the CUDA type of two packed elements
 WEIGHT_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 

@@ -6,8 +6,7 @@ from torch import Tensor
 from ..checks import check_offset_values
 from ..varlen import CHUNK, document_offsets, lay_out_chunks, row_offsets, slot_count
 from . import reference
-
-CHECKPOINT = 16  # chunks from one state that the kernels keep to the next
+from .tiles import checkpoint_count
 
 
 def forward(
@@ -119,7 +118,7 @@ def saved_like(
             v.new_empty(states, heads, k.shape[-1], V, dtype=wide),
         )
     slots = batch * tokens // CHUNK + documents if save else 0
-    states = slots // CHECKPOINT + documents if save else 0
+    states = checkpoint_count(slots, documents) if save else 0
     return (
         v.new_empty(slots, heads, CHUNK, CHUNK),
         v.new_empty(slots, heads, 2, CHUNK, dtype=torch.float32),

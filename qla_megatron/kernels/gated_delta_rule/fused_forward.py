@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ..varlen import row_offsets
 from .prepare_chunks import prepare_chunks
-from .state_output import checkpoint_count, compute_state_output
-from .tiles import CHUNK, DTYPES, HEAD_DIM
+from .state_output import compute_state_output
+from .tiles import DTYPES, HEAD_DIM
 
 
 def fused_forward(
@@ -25,13 +25,14 @@ def fused_forward(
     """Gated delta rule (arXiv 2412.06464) on Hopper, without host reads: one document a row, or packed by cu_seqlens.
 
     Args:
-        q, k: [B, T, H, 128] bfloat16 or float16, normalised or not. v: [B, T, HV, 128] in the same dtype; H divides HV.
+        q, k: [B, T, H, 128] bfloat16 or float16, normalised or not; keys shorter than 255.
+        v: [B, T, HV, 128] in the same dtype; H divides HV.
         g, beta: [B, T, HV], log decay and strength of the writes; computed in float32.
         scale: of the outputs.
         initial_state: [N, HV, 128, 128]; None is 0.
         cu_seqlens: [N+1] int32 or int64 offsets of packed documents (B = 1).
         block_v: 64 or 128 values of a head in one block of the serial pass; chosen from the shape if None.
-        save: return what the backward pass wants.
+        save: return what the backward pass wants; None where there is no token.
 
     Returns:
         o [B, T, HV, 128] in v's dtype, 0 past the last document; the final states [N, HV, 128, 128] float32 or None;
@@ -53,15 +54,7 @@ def fused_forward(
         documents = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = v.new_zeros(documents, value_heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
         state = state if initial_state is None else initial_state.float().clone()
-        saved = None
-        if save:
-            marks = checkpoint_count(documents, documents)
-            saved = (
-                v.new_empty(documents, value_heads, CHUNK, CHUNK),
-                v.new_empty(documents, value_heads, 2, CHUNK, dtype=torch.float32),
-                v.new_empty(marks, value_heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32),
-            )
-        return torch.empty_like(v), state if output_final_state else None, saved
+        return torch.empty_like(v), state if output_final_state else None, None
     if cu_seqlens is None:
         cu_seqlens = row_offsets(batch, tokens, v.device)
     else:

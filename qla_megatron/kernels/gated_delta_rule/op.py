@@ -61,7 +61,7 @@ def chunk_gated_delta_rule(
     they hold.
 
     Args:
-        q, k: [B, T, H, K] in bfloat16, float16, float32 or float64.
+        q, k: [B, T, H, K] in bfloat16, float16, float32 or float64. For the kernels keys must be shorter than 255.
         v: [B, T, HV, V] in the same dtype; H divides HV.
         g: [B, T, HV] natural logarithm of the decay, at most 0. Any of these dtypes; converted to float32 (float64 if v
             is float64) before anything is summed. Better computed in float32: rounding a weak decay to 16 bits adds

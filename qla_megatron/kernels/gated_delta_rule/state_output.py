@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..compiled import compiled
 from ..device import architecture, multiprocessors
-from .tiles import CHECKPOINT, CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TILE_MOVES
+from .tiles import CHECKPOINT, CHUNK, DTYPES, HEAD_DIM, PAIR_TYPES, TILE_MOVES, checkpoint_count
 
 STAGES = 3
 REGISTERS = {64: (232, 120, 40), 128: (208, 72, 24)}  # of a thread of the state, score and copy warpgroups, by block_v
@@ -350,15 +350,6 @@ def state_output_kernel(dtype: str, block_v: int) -> Any:
                                 o[first_row + row * row_step, x, y] = 0
 
     return state_output
-
-
-def checkpoint_count(slots: int, documents: int) -> int:
-    """Room for the states at the starts of chunks 0, 16, 32, ... of every document.
-
-    That of chunk 16 j of document n lies at slot0 // 16 + n + j, with slot0 = cu_seqlens[n] // 64 + n its first slot:
-    unique, and known without a prefix sum over documents.
-    """
-    return slots // CHECKPOINT + documents
 
 
 def compute_state_output(

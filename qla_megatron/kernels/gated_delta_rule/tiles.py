@@ -5,13 +5,22 @@ is plain CUDA, inlined into the kernels: here the moves between a swizzled share
 scores, in `triangle.py` the inverse.
 """
 
-import torch
-
+from ..backend import DTYPES as DTYPES
+from ..backend import HEAD_DIM as HEAD_DIM
+from ..backend import PAIR_TYPES as PAIR_TYPES
 from ..varlen import CHUNK as CHUNK
 
-HEAD_DIM = 128  # K = V
 CHECKPOINT = 16  # chunks between two kept states
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def checkpoint_count(slots: int, documents: int) -> int:
+    """Room for the states at the starts of chunks 0, 16, 32, ... of every document.
+
+    That of chunk 16 j of document n lies at slot0 // 16 + n + j, with slot0 = cu_seqlens[n] // 64 + n its first slot:
+    unique, and known without a prefix sum over documents.
+    """
+    return slots // CHECKPOINT + documents
+
 
 ROUNDING = r"""
 #include <tl_templates/cuda/common.h>
@@ -141,5 +150,3 @@ __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 }  // namespace qla
 """
 )
-
-PAIR_TYPES = {"bfloat16": "__nv_bfloat162", "float16": "__half2"}  # the CUDA type of two packed elements
